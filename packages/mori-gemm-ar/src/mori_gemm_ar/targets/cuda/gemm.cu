@@ -1,0 +1,600 @@
+// One fp8 GEMM whose epilogue is the all-reduce (sm_90a, persistent, one CTA an SM, clusters of two along n).
+//
+// A tile is ROWS x 128 of the sum over k; a rank computes every tile, its rows belong to an owner:
+//   remote tile (owner is another rank): rounded to bf16 and sent to the owner's inbox;
+//   local tile: rounded to bf16 too, then the inboxes are added in fp32 in rank order, rounded once, and sent to all outputs.
+// Tiles come in bands (`band` row blocks over all of n). Remote bands go first; local ones follow `lag` bands behind.
+//
+// Roles of the 384 threads:
+//   warp 0, one thread     loads stages: a (half by each CTA of the pair, multicast) and b
+//   warps 1 and 2, a thread each   the courier of one consumer warpgroup: inbox tiles in, finished tiles out, flags
+//   warp 3                 widens arrived fp8 blocks to bf16 in the output (fp8 gather), or waits for the last arrivals
+//   warpgroups 1 and 2     HALVES x 64 rows each: wgmma, promotion to fp32 every 128 of k, epilogue into shared memory
+// Consumers touch neither flags nor global memory: a flag costs 5 us from the store on, a tile takes 6.
+//
+// Protocol, for one band of owner o from source s:
+//   1. each courier stores its part of each tile, waits until the stores are done, counts itself in count[o][band] (of s);
+//      the last one, by then nobody's stores are missing, signals `scatter_flag[o][band]`; the counter has wrapped to 0.
+//   2. the courier of o waits for arrived[s][band] of every s, loads the inbox tiles, the consumer adds, the result is
+//      stored to all outputs; counted in count[o][band] of o; the last one signals every listener's gather flag.
+//   3. warp 3 of CTA 0 (fp8: of every CTA) sees gathered[s][band] of all s before the kernel ends.
+// Why nothing needs a barrier or a reset: a rank ends call e only after all gather flags of e have come, so all inboxes of
+// e have been read; nobody stores a gathered band of e + 1 before this rank, whose kernel e + 1 starts behind the readers of
+// its output on its stream, has sent its part of that band. Flags carry the epoch e, kept in `step` on the device, so a
+// captured graph stays right. Bands are per call, epochs are not: any m may follow any other.
+// No cycle: a courier never blocks on an inbox with a count of its own outstanding, and what it waits for stands earlier
+// in every rank's order than what it holds up; all CTAs are resident.
+#include "async.cuh"
+#include "params.cuh"
+#include "signal.cuh"
+#include "wgmma.cuh"
+
+#define BLOCKSCALE 0
+#define PTPC 1
+#define MXFP8 2
+#ifndef SCALES
+#define SCALES BLOCKSCALE
+#endif
+#ifndef HALVES
+#define HALVES 2  // 64-row halves of a consumer warpgroup: 2 is the 256x128 tile, 1 the 128x128 tile
+#endif
+#ifndef STAGES
+#define STAGES (HALVES == 2 ? 3 : 5)
+#endif
+#ifndef FP8_GATHER
+#define FP8_GATHER 0
+#endif
+#ifndef TURNS
+#define TURNS 1  // the consumer warpgroups take turns to issue: one promotes while the other's wgmma run
+#endif
+
+#define ROWS (128 * HALVES)
+#define WG_ROWS (64 * HALVES)
+#define A_BYTES (ROWS * 128)
+#define B_BYTES (128 * 128)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
+#define HALF_BYTES (64 * 128 * 2)                  // 64 rows x 128 columns of bf16, as two swizzled boxes of 64 columns
+#define Q_BYTES (64 * 128 + 64 * 4)                // the same as fp8 codes, then a scale a row
+#define STAGING (STAGES * STAGE_BYTES)
+#define Q_STAGING (STAGING + 2 * HALVES * HALF_BYTES)
+#define BARRIERS (Q_STAGING + (FP8_GATHER ? 2 * Q_BYTES : 0))
+#define FULL(stage) (bars + 8 * (stage))
+#define EMPTY(stage) (bars + 8 * (STAGES + (stage)))
+#define OFFERED(wg, half) (bars + 8 * (2 * STAGES + 2 * (wg) + (half)))        // staging is free, or holds an inbox tile
+#define TAKEN(wg, half) (bars + 8 * (2 * STAGES + 4 + 2 * (wg) + (half)))      // the consumer has read it, or written the result
+#define Q_FREE(wg) (bars + 8 * (2 * STAGES + 8 + (wg)))
+#define TICKET (bars + 8 * (2 * STAGES + 10))
+#define SHARED_BYTES (BARRIERS + 8 * (2 * STAGES + 11))
+
+extern "C" __device__ const unsigned shared_bytes = SHARED_BYTES;   // read by the host from the loaded module
+extern "C" __device__ const unsigned params_bytes = sizeof(Params);
+
+struct Tile {
+  int owner, band, block, column;  // row block within the owner's rows, block of 128 columns
+  bool exists;
+};
+
+// Cluster tile t of this rank's order. Bands: per i, the remote bands i of all other owners, then the local band i - lag.
+DEVICE Tile tile_at(int t, int cta, const Params& p) {
+  const int pairs = (p.n + 255) / 256, per_band = p.band * pairs;
+  int slot = t / per_band, in_band = t - slot * per_band;
+  const int others = p.world - 1, head = p.lag * others, body = (p.bands - p.lag) * p.world;
+  int distance = 0, band;
+  if (slot < head) {
+    band = slot / others, distance = 1 + slot - band * others;
+  } else if (slot < head + body) {
+    const int i = (slot - head) / p.world, v = slot - head - i * p.world;
+    band = i + (v < others ? p.lag : 0), distance = v < others ? 1 + v : 0;
+  } else {
+    band = slot - head - body + p.bands - p.lag;
+  }
+  Tile tile;
+  tile.owner = p.rank + distance, tile.owner -= tile.owner >= p.world ? p.world : 0;
+  tile.band = band;
+  tile.block = band * p.band + in_band % p.band;
+  tile.column = in_band / p.band * 2 + cta;
+  tile.exists = tile.block * ROWS < p.start[tile.owner + 1] - p.start[tile.owner];
+  return tile;
+}
+DEVICE int num_tiles(const Params& p) { return p.world * p.bands * p.band * ((p.n + 255) / 256); }
+
+// Parts of a band of `owner` that couriers count: row blocks x columns (of both CTAs) x 2 warpgroups.
+DEVICE unsigned parts_of_band(int owner, int band, const Params& p) {
+  const int blocks = (p.start[owner + 1] - p.start[owner] + ROWS - 1) / ROWS - band * p.band;
+  return (blocks < p.band ? blocks : p.band) * ((p.n + 255) / 256) * 4;
+}
+
+// Where the half tile lies in an inbox: whole tiles in order, so a band is contiguous and a store is one bulk copy.
+DEVICE int64_t half_index(const Tile& tile, int wg, int half, const Params& p) {
+  return (((int64_t)tile.block * ((p.n + 255) / 256 * 2) + tile.column) * 2 + wg) * HALVES + half;
+}
+
+// ---------------------------------------------------------------------------------------------- loads
+DEVICE void load_stages(uint32_t shared, uint32_t bars, int cta, const Maps& maps, const Params& p) {
+  const int num_steps = (p.k + 127) / 128, tiles = num_tiles(p), clusters = gridDim.x >> 1;
+  int stage = 0;
+  uint32_t parity = 1;
+  for (int t = blockIdx.x >> 1; t < tiles; t += clusters) {
+    const Tile tile = tile_at(t, cta, p);
+    if (!tile.exists) continue;
+    const int row = p.start[tile.owner] + tile.block * ROWS + cta * (ROWS / 2);
+    for (int step = 0; step < num_steps; ++step) {
+      barrier_wait(EMPTY(stage), parity);
+      const uint32_t to = shared + stage * STAGE_BYTES;
+      barrier_arrive_expect(FULL(stage), STAGE_BYTES);
+      tensor_load_multicast(to + cta * (A_BYTES / 2), &maps.a, FULL(stage), step * 128, row, 3);
+      tensor_load(to + A_BYTES, &maps.b, FULL(stage), step * 128, tile.column * 128);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------------- courier
+struct Owed {  // a tile whose stores may still be on their way
+  unsigned total;
+  int owner, band;
+};
+
+// Wait for the stores, count the tile; the last of its band tells who waits for the band.
+DEVICE void settle(Owed& owed, unsigned epoch, const Params& p) {
+  if (!owed.total) return;
+  stores_wait();
+  if (last_of(p.count + owed.owner * MAX_BANDS + owed.band, owed.total)) {
+    if (owed.owner != p.rank) {
+      store_release_sys(p.scatter_flag[owed.owner] + owed.band, epoch);
+    } else {
+      if (p.toggles)
+        for (int s = 0; s < p.world; ++s)
+          if (s != p.rank) store_relaxed_sys(p.arrived[s] + owed.band, 0);
+      for (int i = 0; i < p.num_listeners; ++i) store_release_sys(p.gather_flag[i] + owed.band, epoch);
+    }
+  }
+  owed.total = 0;
+}
+
+// Item i of a tile is source i % rounds (in rank order, without mine) of half i / rounds, in staging buffer i % HALVES.
+DEVICE void offer_item(int wg, int i, int rounds, bool reduces, const Tile& tile, uint32_t staging, uint32_t bars, const Params& p) {
+  const int buffer = i % HALVES, h = i / rounds, round = i - h * rounds, source = round + (round >= p.rank);
+  if (reduces) {
+    barrier_arrive_expect(OFFERED(wg, buffer), HALF_BYTES);
+    bulk_load(staging + buffer * HALF_BYTES, p.inbox[source] + half_index(tile, wg, h, p) * HALF_BYTES, HALF_BYTES, OFFERED(wg, buffer));
+  } else {
+    barrier_arrive(OFFERED(wg, buffer));
+  }
+}
+
+DEVICE void run_courier(int wg, uint32_t shared, uint32_t bars, int cta, unsigned epoch, const Maps& maps, const Params& p) {
+  const int tiles = num_tiles(p), clusters = gridDim.x >> 1;
+  const uint32_t staging = shared + STAGING + wg * HALVES * HALF_BYTES, q_staging = shared + Q_STAGING + wg * Q_BYTES;
+  uint32_t parity = 0;
+  Owed owed = {0, 0, 0};
+  for (int t = blockIdx.x >> 1; t < tiles; t += clusters) {
+    const Tile tile = tile_at(t, cta, p);
+    if (!tile.exists) continue;
+    const bool local = tile.owner == p.rank, reduces = local && p.world > 1;
+    const int rounds = reduces ? p.world - 1 : 1, items = HALVES * rounds, row = tile.block * ROWS + wg * WG_ROWS;
+
+    bool ready = true;  // before blocking on an inbox, free the staging and settle what is owed
+    if (reduces)
+      for (int s = 0; s < p.world; ++s) ready = ready && (s == p.rank || has_come(p.arrived[s] + tile.band, epoch));
+    if (!ready) {
+      settle(owed, epoch, p);
+      for (int s = 0; s < p.world; ++s)
+        if (s != p.rank) wait_flag(p.arrived[s] + tile.band, epoch, p.fault, p.timeout_ns, p.rank, s, 1, tile.band);
+    }
+    stores_wait_read();
+    if (reduces) fence_async();
+    for (int i = 0; i < HALVES; ++i) offer_item(wg, i, rounds, reduces, tile, staging, bars, p);
+    if (FP8_GATHER && local) barrier_arrive(Q_FREE(wg));
+    settle(owed, epoch, p);
+
+    for (int i = 0; i < items; ++i) {
+      const int buffer = i % HALVES, h = i / rounds;
+      const uint32_t half = staging + buffer * HALF_BYTES;
+      const bool finished = i - h * rounds == rounds - 1;
+      barrier_wait(TAKEN(wg, buffer), parity);
+      if (finished) {
+        if (!local) {
+          bulk_store(p.sink[tile.owner] + half_index(tile, wg, h, p) * HALF_BYTES, half, HALF_BYTES);
+        } else {
+          for (int o = 0; o < p.num_outs; ++o) {
+            tensor_store(&maps.out[o], half, tile.column * 128, row + h * 64);
+            tensor_store(&maps.out[o], half + HALF_BYTES / 2, tile.column * 128 + 64, row + h * 64);
+          }
+          if (FP8_GATHER)
+            for (int o = 0; o < p.num_q_sinks; ++o) bulk_store(p.q_sink[o] + half_index(tile, wg, h, p) * Q_BYTES, q_staging, Q_BYTES);
+        }
+        stores_commit();
+        if (i + 1 < items && (FP8_GATHER || i + HALVES < items)) stores_wait_read();
+        if (FP8_GATHER && local && i + 1 < items) barrier_arrive(Q_FREE(wg));
+      }
+      if (i + HALVES < items) offer_item(wg, i + HALVES, rounds, reduces, tile, staging, bars, p);
+      if (buffer == HALVES - 1) parity ^= 1;
+    }
+    if (p.world > 1) owed.total = parts_of_band(tile.owner, tile.band, p), owed.owner = tile.owner, owed.band = tile.band;
+  }
+  settle(owed, epoch, p);
+  stores_wait();
+}
+
+// ----------------------------------------------------------------------------------- arrivals from peers
+// All warps that come here share the CTA's part of the work by a ticket; a unit is 16 rows x 128 columns of codes.
+DEVICE void widen(uint32_t ticket, unsigned epoch, const Params& p) {
+  const int lane = threadIdx.x & 31, columns = (p.n + 255) / 256 * 2;
+  const int units = p.band * columns * 2 * HALVES * 4, per_cta = (units + gridDim.x - 1) / gridDim.x;
+  const int slots = p.bands * (p.world - 1);
+  int awaited = -1;
+  for (;;) {
+    int mine = 0;
+    if (lane == 0) asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(mine) : "r"(ticket) : "memory");
+    mine = __shfl_sync(~0u, mine, 0);
+    const int slot = mine / per_cta, unit = (mine - slot * per_cta) * gridDim.x + blockIdx.x;
+    if (slot >= slots) return;
+    const int band = slot / (p.world - 1);
+    int source = p.rank + 1 + slot - band * (p.world - 1);
+    source -= source >= p.world ? p.world : 0;
+    const int rows = p.start[source + 1] - p.start[source];
+    const int quarter = unit & 3, half = (unit >> 2) % (2 * HALVES), tile = (unit >> 2) / (2 * HALVES);
+    const int block = band * p.band + tile / columns, column = tile % columns;
+    const int row = block * ROWS + half * 64 + quarter * 16 + (lane >> 3), x = column * 128 + (lane & 7) * 16;
+    if (unit >= units || block * ROWS >= rows) continue;
+    if (slot != awaited) {
+      if (lane == 0) wait_flag(p.gathered[source] + band, epoch, p.fault, p.timeout_ns, p.rank, source, 2, band);
+      __syncwarp();
+      awaited = slot;
+    }
+    const char* codes = p.q_inbox[source] + (((int64_t)block * columns + column) * 2 * HALVES + half) * Q_BYTES;
+    uint4 v[4];
+    float scale[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = quarter * 16 + i * 4 + (lane >> 3);
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v[i].x), "=r"(v[i].y), "=r"(v[i].z), "=r"(v[i].w)
+                   : "l"(codes + r * 128 + (((lane & 7) ^ (r & 7)) << 4))
+                   : "memory");
+      asm volatile("ld.global.f32 %0, [%1];" : "=f"(scale[i]) : "l"(codes + 64 * 128 + r * 4) : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (row + 4 * i >= rows) break;
+      uint16_t* to = p.out + (int64_t)(p.start[source] + row + 4 * i) * p.n + x;
+      const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+      for (int g = 0; g < 2; ++g) {
+        uint32_t wide[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float low, high;
+          from_e4m3x2((uint16_t)(words[2 * g + (j >> 1)] >> (16 * (j & 1))), low, high);
+          wide[j] = to_bf16x2(low * scale[i], high * scale[i]);
+        }
+        if (x + 8 * g < p.n) *(uint4*)(to + 8 * g) = make_uint4(wide[0], wide[1], wide[2], wide[3]);
+      }
+    }
+  }
+}
+
+// One warp: the kernel may end only when everything has come.
+DEVICE void await_gathered(unsigned epoch, const Params& p) {
+  for (int i = threadIdx.x & 31; i < p.bands * p.world; i += 32) {
+    const int source = i / p.bands, band = i - source * p.bands;
+    if (source != p.rank && band * p.band * ROWS < p.start[source + 1] - p.start[source])
+      wait_flag(p.gathered[source] + band, epoch, p.fault, p.timeout_ns, p.rank, source, 2, band);
+  }
+}
+
+// ------------------------------------------------------------------------------------------ consumers
+// Read anew, so that addresses made from it are not kept in registers through the main loop.
+DEVICE int fresh_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// The scales that a thread needs for one step of k: of its rows (2 a half) and of its columns. Loaded a step ahead.
+struct Scales {
+#if SCALES == BLOCKSCALE
+  float a[2 * HALVES], b;
+#elif SCALES == MXFP8
+  uint32_t a[2 * HALVES], b[4];
+#endif
+};
+
+// Where they lie. Registers are short: one 32-bit distance from a uniform pointer.
+struct ScaleSource {
+  const char* a;   // this step
+  uint32_t first;  // distance of the thread's first row in bytes
+  int room;        // rows after it
+  const char* b;
+};
+
+DEVICE ScaleSource scales_of(const Tile& tile, int wg, const Params& p) {
+  const int thread = fresh_thread();
+  const int first = p.start[tile.owner] + tile.block * ROWS + wg * WG_ROWS + ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2);
+  const int block = SCALES == MXFP8 ? tile.column * 4 : min(tile.column, (p.n - 1) / 128);
+  return {(const char*)p.a_scale, 4u * first, p.start[p.world] - 1 - first, (const char*)p.b_scale + 4 * p.b_scale_pitch * block};
+}
+
+template <typename T>
+DEVICE T scale_of_row(const ScaleSource& from, int i) {
+  const int distance = (i >> 1) * 64 + (i & 1) * 8;
+  return distance <= from.room ? __ldg((const T*)(from.a + from.first) + distance) : T(0);
+}
+
+DEVICE void load_scales(Scales& to, ScaleSource& from, const Tile& tile, const Params& p) {
+  // 0, which the compiler cannot know: it would keep the scales of b in uniform registers, and wait for their loads at once
+  const uint32_t zero = from.first >> 31;
+#if SCALES == BLOCKSCALE
+#pragma unroll
+  for (int i = 0; i < 2 * HALVES; ++i) to.a[i] = scale_of_row<float>(from, i);
+  to.b = __ldg((const float*)(from.b + zero));
+#elif SCALES == MXFP8
+#pragma unroll
+  for (int i = 0; i < 2 * HALVES; ++i) to.a[i] = scale_of_row<uint32_t>(from, i);
+#pragma unroll
+  for (int g = 0; g < 4; ++g) {
+    const int inside = min(tile.column * 4 + g, (p.n - 1) / 32) - tile.column * 4;
+    to.b[g] = __ldg((const uint32_t*)(from.b + 4 * inside * p.b_scale_pitch + zero));
+  }
+#endif
+  from.a += 4 * p.a_scale_pitch, from.b += 4;
+}
+
+#if TURNS
+#define TAKE_TURN() asm volatile("bar.sync %0, 256;" ::"r"(3 + wg) : "memory")
+#define PASS_TURN() asm volatile("bar.arrive %0, 256;" ::"r"(4 - wg) : "memory")
+#else
+#define TAKE_TURN()
+#define PASS_TURN()
+#endif
+
+// sum[half] += one step's products. `product` is the only wgmma accumulator: it leaves room for 128 sums a thread.
+DEVICE void multiply_step(float (&sum)[HALVES][64], float (&product)[64], uint32_t stage, uint32_t empty, int wg, const Scales& scales) {
+  const int thread = threadIdx.x & 127;
+  uint64_t a = operand(stage + wg * (WG_ROWS * 128));
+  const uint64_t b = operand(stage + A_BYTES);
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h, a += 64 * 128 / 16) {
+#if SCALES == MXFP8
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      WGMMA_FENCE();
+      wgmma_64x128x32(product, a + 2 * k, b + 2 * k, 0);
+      WGMMA_COMMIT();
+      WGMMA_WAIT(0);
+      if (h == HALVES - 1 && k == 3 && thread < 2) barrier_arrive_cluster(empty, thread);
+      const float a0 = from_e8m0(scales.a[2 * h] >> (8 * k) & 255), a1 = from_e8m0(scales.a[2 * h + 1] >> (8 * k) & 255);
+#pragma unroll
+      for (int g = 0; g < 4; ++g) {
+        const float bg = from_e8m0(scales.b[g] >> (8 * k) & 255), c0 = a0 * bg, c1 = a1 * bg;
+#pragma unroll
+        for (int i = 16 * g; i < 16 * g + 16; i += 4) {
+          sum[h][i] += product[i] * c0, sum[h][i + 1] += product[i + 1] * c0;
+          sum[h][i + 2] += product[i + 2] * c1, sum[h][i + 3] += product[i + 3] * c1;
+        }
+      }
+    }
+#else
+    TAKE_TURN();
+    WGMMA_FENCE();
+#pragma unroll
+    for (int k = 0; k < 3; ++k) wgmma_64x128x32(product, a + 2 * k, b + 2 * k, k > 0);
+    WGMMA_COMMIT();
+    wgmma_64x128x32(product, a + 6, b + 6, 1);
+    WGMMA_COMMIT();
+#if TURNS
+    WGMMA_WAIT(1);  // the turn passes while my last wgmma runs
+    PASS_TURN();
+#endif
+    WGMMA_WAIT(0);
+    if (h == HALVES - 1 && thread < 2) barrier_arrive_cluster(empty, thread);
+#if SCALES == BLOCKSCALE
+    const float c0 = scales.a[2 * h], c1 = scales.a[2 * h + 1];  // times that of b
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) {
+      sum[h][i] += product[i] * c0, sum[h][i + 1] += product[i + 1] * c0;
+      sum[h][i + 2] += product[i + 2] * c1, sum[h][i + 3] += product[i + 3] * c1;
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sum[h][i] += product[i];
+#endif
+#endif
+  }
+}
+
+// ptpc: the scales factor out of the sum.
+DEVICE void scale_rows_and_columns(float (&sum)[HALVES][64], const ScaleSource& from, const Tile& tile, const Params& p) {
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    const float a0 = scale_of_row<float>(from, 2 * h), a1 = scale_of_row<float>(from, 2 * h + 1);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const int x = tile.column * 128 + 8 * j + 2 * (threadIdx.x & 3);
+      const float2 b = x < p.n ? __ldg((const float2*)((const float*)p.b_scale + x)) : make_float2(0.f, 0.f);
+      sum[h][4 * j] = sum[h][4 * j] * a0 * b.x, sum[h][4 * j + 1] = sum[h][4 * j + 1] * a0 * b.y;
+      sum[h][4 * j + 2] = sum[h][4 * j + 2] * a1 * b.x, sum[h][4 * j + 3] = sum[h][4 * j + 3] * a1 * b.y;
+    }
+  }
+}
+
+// Thread's address in a staged half for the 16 columns `group` (0..7): what ldmatrix.x4 and stmatrix.x4 take.
+DEVICE uint32_t matrix_address(uint32_t half, int group, int thread) {
+  const int lane = thread & 31, q = lane >> 3;
+  const int row = ((thread >> 5) & 3) * 16 + (q & 1) * 8 + (lane & 7);
+  return half + (group >> 2) * (HALF_BYTES / 2) + row * 128 + (((2 * (group & 3) + (q >> 1)) ^ (lane & 7)) << 4);
+}
+
+// values (+)= the staged half
+template <bool ADD>
+DEVICE void read_half(float (&values)[64], uint32_t half) {
+  const int thread = fresh_thread();
+#pragma unroll
+  for (int group = 0; group < 8; ++group) {
+    uint32_t v[4];
+    load_matrix_x4(matrix_address(half, group, thread), v);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float* to = values + group * 8 + 2 * i;
+      to[0] = (ADD ? to[0] : 0.f) + bf16_low(v[i]), to[1] = (ADD ? to[1] : 0.f) + bf16_high(v[i]);
+    }
+  }
+}
+DEVICE void write_half(const float (&values)[64], uint32_t half) {
+  const int thread = fresh_thread();
+#pragma unroll
+  for (int group = 0; group < 8; ++group) {
+    const float* f = values + group * 8;
+    store_matrix_x4(matrix_address(half, group, thread), to_bf16x2(f[0], f[1]), to_bf16x2(f[2], f[3]), to_bf16x2(f[4], f[5]), to_bf16x2(f[6], f[7]));
+  }
+}
+
+// Codes and scales (a row and 128 columns each) into q; values become what the codes stand for, so that all ranks agree.
+DEVICE void quantise_half(float (&values)[64], uint32_t q) {
+  const int thread = fresh_thread(), lane = thread & 31, row = ((thread >> 5) & 3) * 16 + (lane >> 2);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float largest = 0.f;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      float &low = values[4 * j + 2 * i], &high = values[4 * j + 2 * i + 1];
+      const uint32_t pair = to_bf16x2(low, high);  // the sum is a bf16 number before it is quantised
+      low = bf16_low(pair), high = bf16_high(pair);
+      largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    const float scale = largest / 448.f, inverse = scale > 0.f ? 1.f / scale : 0.f;
+    const int r = row + 8 * i;
+    if ((lane & 3) == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(q + 64 * 128 + 4 * r), "f"(scale) : "memory");
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      float &low = values[4 * j + 2 * i], &high = values[4 * j + 2 * i + 1];
+      const uint16_t codes = to_e4m3x2(low * inverse, high * inverse);
+      const uint32_t address = q + r * 128 + (((j >> 1) ^ (r & 7)) << 4) + (j & 1) * 8 + (lane & 3) * 2;
+      asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(codes) : "memory");
+      from_e4m3x2(codes, low, high);
+      low *= scale, high *= scale;
+    }
+  }
+}
+
+DEVICE void finish_tile(float (&sum)[HALVES][64], const Tile& tile, int wg, uint32_t shared, uint32_t bars, uint32_t& parity, uint32_t& q_parity,
+                        const Params& p) {
+  const bool local = tile.owner == p.rank, reduces = local && p.world > 1;
+  const int rounds = reduces ? p.world - 1 : 1;
+  int buffer = 0;
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    uint32_t own[32];  // my partial, rounded
+    if (reduces) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        own[i] = to_bf16x2(sum[h][2 * i], sum[h][2 * i + 1]);
+        sum[h][2 * i] = bf16_low(own[i]), sum[h][2 * i + 1] = bf16_high(own[i]);
+      }
+    }
+    for (int round = 0; round < rounds; ++round) {
+      const uint32_t half = shared + STAGING + (wg * HALVES + buffer) * HALF_BYTES;
+      barrier_wait(OFFERED(wg, buffer), parity);
+      if (reduces) {
+        if (round == 0 && p.rank > 1) read_half<false>(sum[h], half);  // ranks 0 and 1: two addends have no order
+        else read_half<true>(sum[h], half);
+        if (round == p.rank - 1 && p.rank > 1) {
+#pragma unroll
+          for (int i = 0; i < 32; ++i) sum[h][2 * i] += bf16_low(own[i]), sum[h][2 * i + 1] += bf16_high(own[i]);
+        }
+      }
+      if (round == rounds - 1) {
+        if (FP8_GATHER && local) {
+          barrier_wait(Q_FREE(wg), q_parity);
+          q_parity ^= 1;
+          quantise_half(sum[h], shared + Q_STAGING + wg * Q_BYTES);
+        }
+        write_half(sum[h], half);
+      }
+      fence_async_shared();
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) barrier_arrive(TAKEN(wg, buffer));
+      if (++buffer == HALVES) buffer = 0, parity ^= 1;
+    }
+  }
+}
+
+DEVICE void consume(int wg, uint32_t shared, uint32_t bars, int cta, const Params& p) {
+  const int num_steps = (p.k + 127) / 128, tiles = num_tiles(p), clusters = gridDim.x >> 1;
+  int stage = 0;
+  uint32_t full_parity = 0, parity = 0, q_parity = 0;
+  float sum[HALVES][64], product[64];
+#if TURNS && SCALES != MXFP8
+  if (wg == 1) asm volatile("bar.arrive 3, 256;" ::: "memory");  // the first turn is warpgroup 0's
+#endif
+  for (int t = blockIdx.x >> 1; t < tiles; t += clusters) {
+    const Tile tile = tile_at(t, cta, p);
+    if (!tile.exists) continue;
+    ScaleSource from = scales_of(tile, wg, p);
+    Scales now, next;
+    load_scales(next, from, tile, p);
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h)
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sum[h][i] = 0.f;
+    for (int step = 0; step < num_steps; ++step) {
+      now = next;
+#if SCALES == BLOCKSCALE
+#pragma unroll
+      for (int i = 0; i < 2 * HALVES; ++i) now.a[i] *= now.b;
+#endif
+      if (step + 1 < num_steps) load_scales(next, from, tile, p);
+      barrier_wait(FULL(stage), full_parity);
+      multiply_step(sum, product, shared + stage * STAGE_BYTES, EMPTY(stage), wg, now);
+      if (++stage == STAGES) stage = 0, full_parity ^= 1;
+    }
+#if SCALES == PTPC
+    scale_rows_and_columns(sum, from, tile, p);
+#endif
+    finish_tile(sum, tile, wg, shared, bars, parity, q_parity, p);
+  }
+#if TURNS && SCALES != MXFP8
+  if (wg == 0) asm volatile("bar.sync 3, 256;" ::: "memory");  // takes the turn that nobody uses
+#endif
+}
+
+// --------------------------------------------------------------------------------------------- kernel
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
+    gemm_allreduce(const __grid_constant__ Maps maps, const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  const uint32_t shared = shared_address(dynamic_shared), bars = shared + BARRIERS;
+  const int cta = cluster_rank(), thread = threadIdx.x;
+  const int group = __shfl_sync(~0u, thread >> 7, 0);  // uniform, so that descriptors stay in uniform registers
+  const unsigned epoch = p.toggles ? 1 : load_relaxed_gpu(p.step) + 1;
+  if (thread == 0) {
+    for (int s = 0; s < STAGES; ++s) barrier_init(FULL(s), 1), barrier_init(EMPTY(s), 4);
+    for (int i = 0; i < 4; ++i) barrier_init(OFFERED(i >> 1, i & 1), 1), barrier_init(TAKEN(i >> 1, i & 1), 4);
+    for (int i = 0; i < 2; ++i) barrier_init(Q_FREE(i), 1);
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(TICKET), "r"(0) : "memory");
+    barrier_init_fence();
+  }
+  cluster_sync();
+  if (group == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (thread == 0) load_stages(shared, bars, cta, maps, p);
+    else if (thread == 32 || thread == 64) run_courier(thread / 32 - 1, shared, bars, cta, epoch, maps, p);
+    else if (thread >= 96 && p.world > 1) {
+      if (FP8_GATHER && p.widens) widen(TICKET, epoch, p);
+      else if (blockIdx.x == 0) await_gathered(epoch, p);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    consume(group - 1, shared, bars, cta, p);
+    if (FP8_GATHER && p.widens && p.world > 1) widen(TICKET, epoch, p);
+  }
+  cluster_sync();
+  if (p.world > 1 && thread == 0 && last_of(p.exits, gridDim.x)) {
+    if (p.toggles)
+      for (int i = 0; i < p.world * p.bands; ++i)
+        if (i / p.bands != p.rank) store_relaxed_sys(p.gathered[i / p.bands] + i % p.bands, 0);
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(p.step) : "memory");
+  }
+}
