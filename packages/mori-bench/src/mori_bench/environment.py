@@ -24,7 +24,7 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """The place that torchrun gave us (or anything that sets its variables); None if ranks are ours to start."""
+    """The place that torchrun, or what sets its variables, gave us; None if ranks are ours to start."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     given = [os.environ.get(name) for name in names]
     if given[0] is None and given[1] is None:

@@ -74,7 +74,7 @@ def world_size_of(args: argparse.Namespace, *, default: int) -> int:
 
 
 def seed_for(seed: int, *purpose: object) -> int:
-    """A seed for one purpose, as in seed_for(args.seed, "a", rank, round): same arguments, same seed, anywhere."""
+    """A seed for one purpose, as in seed_for(args.seed, "a", rank, round): same arguments, same seed."""
     text = "/".join([str(seed), *map(str, purpose)])
     return (
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -4,8 +4,8 @@ All ranks call `measure` with the same cases. For every case:
 
   1. `warmup` untimed runs, then one timed run that is thrown away (kept only as `first_us`): the first run
      after a build or an idle period measures something else.
-  2. `reps` timed repetitions. Repetition i runs every case once, forwards when i is even and backwards when it
-     is odd, so that a machine that drifts does so under all cases alike. Each run is preceded by
+  2. `reps` timed repetitions. Repetition i runs every case once, forwards when i is even and backwards when
+     it is odd, so that a machine that drifts does so under all cases alike. Each run is preceded by
         canary     a fixed small job that no case touches; if *its* time moves, the machine moved
         before()   the caller's: a barrier, new inputs, a cache flush; never timed
      and consists of
@@ -17,7 +17,7 @@ All ranks call `measure` with the same cases. For every case:
      (`max_rank_time_us` is the median of those); slow repetitions are marked and left out, see `samples`.
 
 The exchange gives every rank the same lists, so every rank returns the same Timing. The cyclic garbage
-collector is off while the clock runs. Times are `time.monotonic_ns`, one clock over all processes of a machine.
+collector is off while the clock runs: `time.monotonic_ns`, the same for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mori_bench.samples import SLOW_FACTOR, median, split_slow, spread
 
-CANARY_COPY_BYTES = 1 << 20
-CANARY_HASH_BYTES = 64 << 10
+# Smaller jobs drift by 30 % on an idle machine; this one takes almost a millisecond and stays within 16 %.
+CANARY_COPY_BYTES = 4 << 20
+CANARY_HASH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,14 @@ class _Samples:
 
 def host_canary() -> None:
     """Copying and hashing: memory and arithmetic that nothing here changes."""
-    _canary_target[:] = _canary_source
-    hashlib.sha256(_canary_source[:CANARY_HASH_BYTES]).digest()
+    source, target = _canary_memory()
+    target[:] = source
+    hashlib.sha256(source[:CANARY_HASH_BYTES]).digest()
 
 
-_canary_source = memoryview(bytes(range(256)) * (CANARY_COPY_BYTES // 256))
-_canary_target = memoryview(bytearray(CANARY_COPY_BYTES))
+@cache
+def _canary_memory() -> tuple[memoryview, memoryview]:
+    return memoryview(bytes(CANARY_COPY_BYTES)), memoryview(bytearray(CANARY_COPY_BYTES))
 
 
 def alone(value: Any) -> list[Any]:
@@ -135,6 +139,8 @@ def measure(
             case.start()
             if case.finish is not None:
                 case.finish()
+    if canary is not None:
+        canary()  # touches its memory for the first time
     with _no_garbage_collection():
         for rep in range(-1, reps):  # -1 is the discarded one
             names = list(todo) if rep % 2 == 0 else list(reversed(todo))
@@ -216,7 +222,7 @@ def timing_of(
     canary_us: float | None = None,
     canary_drift_pct: float | None = None,
 ) -> Timing:
-    """One case from every rank's (time_us, wall_us, enqueue_us); the first of each list is the discarded run."""
+    """One case from every rank's (time_us, wall_us, enqueue_us), the discarded run first."""
     times, walls, enqueues = zip(*by_rank, strict=True)
     slowest = [max(of_ranks) for of_ranks in zip(*times, strict=True)]
     first_us, rep_us = slowest[0], slowest[1:]

@@ -1,7 +1,7 @@
 """One measured configuration as one line: `RESULT_JSON {...}`. The schema is `FIELDS`, checked by `problems`.
 
-The line says exactly what ran. Strict JSON: no NaN, byte counts are whole numbers. `validated` may be true only
-with the error measure of this very run beside it.
+The line says exactly what ran. Strict JSON: no NaN, byte counts are whole numbers. `validated` may be true
+only with the error measure of this very run beside it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Result:
         return PREFIX + _strict_json(self.row())
 
     def emit(self, json_file: str | os.PathLike[str] | None = None) -> dict[str, object]:
-        """Print the line; with `json_file` (the value of --json) also append the object to it. Gives the row."""
+        """Print the line; with `json_file` (the value of --json) append the object too. Gives the row."""
         row = self.row()
         text = _strict_json(row)
         sys.stdout.write(PREFIX + text + "\n")

@@ -7,9 +7,9 @@ Three words, used with these meanings in every result of the project:
           If half of the list or more is slow, the list has no normal mode to fall back on: then nothing is
           left out and the list is `unstable`.
   run     The kept values, in the order they were measured, are cut into up to NUM_RUNS consecutive groups;
-          the median of a group is one run. (With five values or fewer, each value is a run.)
-  spread  Slowest run minus fastest run. It says how far the median moves when the measurement is repeated, and
-          it contains slow drift, because a run is a stretch of time. A difference below it is no difference.
+          the median of a group is one run. (Of five values or fewer, each value is a run.)
+  spread  Slowest run minus fastest run. It says how far the median moves when the measurement is repeated,
+          and contains slow drift, because a run is a stretch of time. A difference below it is no difference.
 
 Pure functions over numbers; for `measure` (repetitions in one process) and `compare` (whole processes).
 """

@@ -17,7 +17,7 @@ def table(rows: Iterable[Mapping[str, object]], columns: Sequence[str], *, markd
     right = [_is_numeric([row.get(column) for row in rows]) for column in columns]
     if markdown:
         return _markdown(columns, cells, right)
-    widths = [max(_width(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
+    widths = [max(text_width(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
     lines = [
         _aligned(list(columns), widths, right),
         _aligned(["─" * width for width in widths], widths, right),
@@ -60,7 +60,7 @@ def _is_numeric(values: list[object]) -> bool:
     return bool(numbers) and all(numbers)
 
 
-def _width(text: str) -> int:
+def text_width(text: str) -> int:
     """Columns of a terminal: East Asian wide characters take two, combining marks none."""
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
@@ -69,7 +69,7 @@ def _width(text: str) -> int:
 
 def _aligned(line: list[str], widths: list[int], right: list[bool]) -> str:
     padded = [
-        " " * (width - _width(text)) + text if to_right else text + " " * (width - _width(text))
+        " " * (width - text_width(text)) + text if to_right else text + " " * (width - text_width(text))
         for text, width, to_right in zip(line, widths, right, strict=True)
     ]
     return "  ".join(padded).rstrip()
