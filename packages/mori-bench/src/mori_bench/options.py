@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Callable
 
 from mori_bench.environment import launched
 from mori_bench.faults import FAULTS
@@ -25,27 +26,27 @@ def add_common_options(parser: argparse.ArgumentParser, *, reps: int = 11, warmu
     group.add_argument("--backend", choices=BACKENDS, default="auto", help="where to run (default: auto)")
     group.add_argument(
         "--world-size",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="ranks to start; under torchrun its number, if given",
     )
     group.add_argument(
         "--reps",
-        type=_at_least(1),
+        type=at_least(1),
         default=reps,
         metavar="N",
         help="timed repetitions (default: %(default)s)",
     )
     group.add_argument(
         "--warmup",
-        type=_at_least(0),
+        type=at_least(0),
         default=warmup,
         metavar="N",
         help="untimed runs before; the first timed run is discarded in any case (default: %(default)s)",
     )
     group.add_argument(
         "--seed",
-        type=_at_least(0),
+        type=at_least(0),
         default=0,
         metavar="N",
         help="everything random comes from it (default: 0)",
@@ -81,7 +82,9 @@ def seed_for(seed: int, *purpose: object) -> int:
     )  # fits a signed 64-bit integer
 
 
-def _at_least(lowest: int):  # type: ignore[no-untyped-def]
+def at_least(lowest: int) -> Callable[[str], int]:
+    """For argparse: a whole number that is not below `lowest`."""
+
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -92,3 +95,14 @@ def _at_least(lowest: int):  # type: ignore[no-untyped-def]
         return value
 
     return parse
+
+
+def seconds(text: str) -> float:
+    """For argparse: a time limit in seconds, above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a time limit: it must be above 0 and finite")
+    return value

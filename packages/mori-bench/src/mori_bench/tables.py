@@ -31,7 +31,7 @@ def text_of(value: object, column: str = "") -> str:
     if value is None:
         return MISSING
     if isinstance(value, bool):
-        return "yes" if value else "NO"
+        return "yes" if value else "NO" if column == "validated" else "no"
     if isinstance(value, float):
         return _number(value, column)
     if isinstance(value, Mapping):
