@@ -1,8 +1,8 @@
 """Every error of the mori packages, in one hierarchy.
 
 A message says what was given, what is allowed and what to do about it, so that whoever reads it in a log of
-eight ranks needs nothing else. What a program may want to act on is an attribute as well: the ranks concerned,
-the value seen and the value wanted.
+eight ranks needs nothing else. What a program may want to act on is an attribute as well: the ranks
+concerned, the value seen and the value wanted.
 
 Errors travel between processes (`run_ranks` raises in the caller what a rank raised), so each one can be
 pickled: the message is the only positional argument, everything else lives in the instance's dict.
@@ -30,7 +30,8 @@ class UnsupportedShape(ArgumentError):
 
 
 class SettingError(ArgumentError):
-    """An environment variable (or the argument that overrides it) out of its range, or different between ranks."""
+    """An environment variable (or the argument that overrides it) out of its range, or different between
+    ranks."""
 
 
 class ClosedError(MoriError, RuntimeError):
@@ -47,6 +48,10 @@ class AlreadyInitialised(MoriError, RuntimeError):
 
 class TransportInert(MoriError, RuntimeError):
     """The asked-for transport is not there, or was tried and does not move bytes."""
+
+
+class CoreMissing(TransportInert, ImportError):
+    """The native part of the package cannot be loaded."""
 
 
 class CollectiveMismatch(MoriError, RuntimeError):
@@ -88,7 +93,8 @@ class PeerDied(PeerError):
 
 
 class QueueFault(MoriError, RuntimeError):
-    """A copy queue met a packet that it may not execute and stopped. The message holds the packet's dwords."""
+    """A copy queue met a packet that it may not execute and stopped. The message holds the packet's
+    dwords."""
 
 
 class QueueLimitError(MoriError, RuntimeError):
@@ -96,7 +102,8 @@ class QueueLimitError(MoriError, RuntimeError):
 
 
 class RankFailed(MoriError, RuntimeError):
-    """A rank started by `run_ranks` ended without a result: a signal, an exit, or an error that cannot travel."""
+    """A rank started by `run_ranks` ended without a result: a signal, an exit, or an error that cannot
+    travel."""
 
     def __init__(self, message: str, *, rank: int | None = None, exit_code: int | None = None) -> None:
         super().__init__(message)

@@ -9,12 +9,12 @@
 The rules, the same in every mori package:
   * An object reads the environment once, at its construction, and keeps the snapshot. A variable that changes
     later has no effect on live objects, and no object can end up with half of one state and half of another.
-  * A value that does not parse or is out of range is a SettingError naming variable, value and range. An empty
-    string is such a value: unset the variable to get the default.
+  * A value that does not parse or is out of range is a SettingError naming variable, value and range. An
+    empty string is such a value: unset the variable to get the default.
   * An explicit argument overrides the variable and is held to the same range.
-  * A variable MORI_* that nobody declares, but that is close to a declared name, is reported once per process,
-    at WARNING, with the closest name. Variables that belong to an installed mori package which is not imported
-    are that package's business.
+  * A variable MORI_* that nobody declares, but that is close to a declared name, is reported once per
+    process, at WARNING, with the closest name. Variables that belong to an installed mori package which is
+    not imported are that package's business.
   * Values that must be equal on all ranks are compared when ranks meet (`check_same`): the error names the
     variable, both values and the ranks that hold them.
   * `effective()` lists every setting of the imported packages with its value and where it comes from;
@@ -204,7 +204,8 @@ def effective() -> list[Effective]:
 def warn_of_misspelt_variables() -> None:
     """One WARNING for each MORI_* variable that nobody declares but that is close to a declared name.
 
-    Rank 0 speaks for all: the ranks of one job share their environment, and eight copies of a line help nobody.
+    Rank 0 speaks for all: the ranks of one job share their environment, and eight copies of a line help
+    nobody.
     """
     declared = {s.variable for table in list(_TABLES.values()) for s in table}
     unknown = [v for v in os.environ if v.startswith("MORI_") and v not in declared and v not in _reported]

@@ -14,10 +14,10 @@ Four kinds of processes take part:
 `fn` travels by value where the ranks could not import it (scripts without a guard, test modules, the REPL,
 closures). The caller's main module is never run again.
 
-Nothing outlives the caller: a rank dies with its supervisor (PR_SET_PDEATHSIG), the supervisor ends its ranks and
-whatever they started when the caller's end of the connection closes, and the server ends when the caller does.
-When a rank fails, the others get SIGTERM, then SIGKILL within two seconds, and the failure that came first is
-raised in the caller with that rank's traceback as a note.
+Nothing outlives the caller: a rank dies with its supervisor (PR_SET_PDEATHSIG), the supervisor ends its
+ranks and whatever they started when the caller's end of the connection closes, and the server ends when the
+caller does. When a rank fails, the others get SIGTERM, then SIGKILL within two seconds, and the failure
+that came first is raised in the caller with that rank's traceback as a note.
 
 Read in this order: this file, client.py (the caller's side), server.py, supervisor.py, rank.py.
 """
@@ -41,9 +41,9 @@ def run_ranks(
 ) -> list[T]:
     """Call `fn(*args)` in `world_size` new processes; returns what each rank returned, in rank order.
 
-    In each rank RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them, and torch
-    computes on OMP_NUM_THREADS threads (1 if the caller has not set it). `timeout_s` limits the whole run;
-    without it only the waits inside `fn` have limits.
+    In each rank RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets them,
+    and torch computes on OMP_NUM_THREADS threads (1 if the caller has not set it). `timeout_s` limits the
+    whole run; without it only the waits inside `fn` have limits.
     """
     outcomes = run_job(fn, args, _checked(world_size), timeout_s, stop_at_first_failure=True)
     failure = first_failure(outcomes)
@@ -55,7 +55,8 @@ def run_ranks(
 def run_ranks_to_the_end(
     fn: Callable[..., object], world_size: int, *args: object, timeout_s: float | None = None
 ) -> list[Outcome]:
-    """As `run_ranks`, but a failing rank does not end the others, and nothing is raised: how each rank ended."""
+    """As `run_ranks`, but a failing rank does not end the others, and nothing is raised: how each rank
+    ended."""
     return run_job(fn, args, _checked(world_size), timeout_s, stop_at_first_failure=False)
 
 

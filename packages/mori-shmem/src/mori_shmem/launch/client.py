@@ -1,4 +1,5 @@
-"""The caller's side of a run: find or start the server, send the job, turn the reports into values or an error."""
+"""The caller's side of a run: find or start the server, send the job, turn the reports into values or an
+error."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from typing import Any
 
 from mori_shmem.errors import ArgumentError, PeerError, RankFailed, RunTimeout
 from mori_shmem.launch import wire
-from mori_shmem.launch.messages import Ended, Job, Raised, Report, Returned, Stopped, TimedOut
-from mori_shmem.launch.by_value import dumps_for_ranks
+from mori_shmem.launch.messages import Job, Raised, Report, Returned, Stopped, TimedOut
+from mori_shmem.launch.pickling import dumps_for_ranks, loads
 
+_GOODBYE_S = 5.0  # the supervisor needs at most two seconds
 _BOOT = "import sys; sys.path[:] = {path!r}; from mori_shmem.launch.server import serve; serve({fd})"
 
 
@@ -59,12 +61,17 @@ def run_job(
     sys.stdout.flush()
     sys.stderr.flush()
     mine, theirs = socket.socketpair()
-    with mine:  # closing our end is what ends the ranks, also when Ctrl-C or an error leaves this block
+    with mine:
         with theirs:
             _server.request_run(theirs)
-        mine.sendall(wire.encode(job))
-        reports = [_received(mine) for _ in range(world_size)]
-        _wait_for_end(mine)
+        try:
+            mine.sendall(wire.encode(job))
+            reports = [_received(mine) for _ in range(world_size)]
+        except BaseException:  # Ctrl-C, say: hanging up is what ends the ranks
+            mine.shutdown(socket.SHUT_WR)
+            raise
+        finally:
+            _wait_for_end(mine)
     outcomes = [_outcome(report, world_size, timeout_s) for report in reports]
     return outcomes if stop_at_first_failure and _failed(outcomes) else sorted(outcomes, key=lambda o: o.rank)
 
@@ -74,15 +81,17 @@ def _received(sock: socket.socket) -> Report:
         report: Report = wire.receive(sock)
     except (EOFError, ConnectionError) as end:
         raise RankFailed(
-            "the process that supervises the ranks ended unexpectedly (killed, or out of memory?); its ranks end with it"
+            "the process that supervises the ranks ended unexpectedly (killed, or out of memory?); its ranks "
+            "end with it"
         ) from end
     return report
 
 
 def _wait_for_end(sock: socket.socket) -> None:
     """Return when the supervisor has reaped everything, so that no process of the run is left."""
-    with contextlib.suppress(ConnectionError):
-        while sock.recv(1):
+    sock.settimeout(_GOODBYE_S)
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        while sock.recv(1 << 16):
             pass
 
 
@@ -93,10 +102,20 @@ def first_failure(outcomes: Sequence[Outcome]) -> BaseException | None:
         return None
     cause = next((o for o in failed if not o.consequence), failed[0])
     assert cause.error is not None
+    if isinstance(cause.error, RunTimeout):
+        return _all_late([o.error for o in failed if isinstance(o.error, RunTimeout)])
     for other in failed:
         if other is not cause:
-            cause.error.add_note(f"rank {other.rank} then raised {type(other.error).__name__}: {other.error}")
+            cause.error.add_note(
+                f"rank {other.rank} also failed: {type(other.error).__name__}: {other.error}"
+            )
     return cause.error
+
+
+def _all_late(errors: list[RunTimeout]) -> RunTimeout:
+    """One error for all the ranks that had not finished."""
+    ranks = sorted(rank for error in errors for rank in error.ranks)
+    return RunTimeout("\n".join(str(error) for error in errors), ranks=ranks)
 
 
 def _failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -106,9 +125,7 @@ def _failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def _outcome(report: Report, world_size: int, timeout_s: float | None) -> Outcome:
     rank = report.rank
     if isinstance(report, Returned):
-        import cloudpickle
-
-        return Outcome(rank, value=cloudpickle.loads(report.value))
+        return Outcome(rank, value=loads(report.value))
     if isinstance(report, Raised):
         return Outcome(rank, error=_exception(report, world_size), consequence=report.consequence)
     if isinstance(report, Stopped):
@@ -124,9 +141,7 @@ def _exception(report: Raised, world_size: int) -> BaseException:
     note = f"raised by rank {report.rank} of {world_size}:\n{report.traceback}"
     if report.exception is None:
         return RankFailed(f"an error that cannot travel between processes was {note}", rank=report.rank)
-    import cloudpickle
-
-    error: BaseException = cloudpickle.loads(report.exception)
+    error: BaseException = loads(report.exception)
     error.add_note(note)
     return error
 
@@ -152,7 +167,8 @@ class _Server:
         self._control: socket.socket | None = None
 
     def request_run(self, connection: socket.socket) -> None:
-        """Have a supervisor forked that takes its job from `connection` and writes to our stdout and stderr."""
+        """Have a supervisor forked that takes its job from `connection` and writes to our stdout and
+        stderr."""
         fds = [connection.fileno(), 1, 2]
         with self._lock:
             for _ in range(2):

@@ -29,7 +29,8 @@ class Returned:
 
 @dataclass(frozen=True)
 class Raised:
-    """Rank to caller: fn raised. `consequence`: it complains about another rank, which may be the real culprit."""
+    """Rank to caller: fn raised. `consequence`: it complains about another rank, which may be the real
+    culprit."""
 
     rank: int
     exception: bytes | None  # None: it could not be pickled, or not unpickled again

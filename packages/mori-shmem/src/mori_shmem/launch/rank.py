@@ -18,6 +18,7 @@ import traceback
 from mori_shmem.errors import PeerError
 from mori_shmem.launch import wire
 from mori_shmem.launch.messages import Job, Raised, Report, Returned
+from mori_shmem.launch.pickling import dumps, loads
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,10 +49,8 @@ def _take_over(job: Job, rank: int, port: int) -> None:
     sys.argv[:] = job.argv
     os.environ.clear()
     os.environ.update({"OMP_NUM_THREADS": "1", **job.environ, **_torchrun_variables(job, rank, port)})
-    for stream, fd in (("stdout", 1), ("stderr", 2)):
-        setattr(
-            sys, stream, open(fd, "w", buffering=1, closefd=False)
-        )  # whole lines, so that ranks do not mix
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # whole lines, so that ranks do not mix
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     import torch
 
     with contextlib.suppress(ValueError):
@@ -79,25 +78,21 @@ def _torchrun_variables(job: Job, rank: int, port: int) -> dict[str, str]:
 
 
 def _call(job: Job, rank: int) -> tuple[Report, int]:
-    import cloudpickle
-
     try:
-        fn, args = cloudpickle.loads(job.call)
-        return Returned(rank, cloudpickle.dumps(fn(*args))), 0
+        fn, args = loads(job.call)
+        return Returned(rank, dumps(fn(*args))), 0
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
-            return Returned(rank, cloudpickle.dumps(None)), 0
+            return Returned(rank, dumps(None)), 0
         text = "".join(traceback.format_exception(error))
         return Raised(rank, _travelling(error), text, isinstance(error, PeerError)), 1
 
 
 def _travelling(error: BaseException) -> bytes | None:
     """The pickled exception, if what comes out of the pickle is the same again."""
-    import cloudpickle
-
     with contextlib.suppress(Exception):
-        data: bytes = cloudpickle.dumps(error)
-        again = cloudpickle.loads(data)
+        data = dumps(error)
+        again = loads(data)
         if type(again) is type(error) and str(again) == str(error) and not isinstance(again, SystemExit):
             return data
     return None

@@ -4,8 +4,8 @@ The supervisor never unpickles a user's object and runs no user code. Its loop w
   * a message from a rank (its value or its exception), passed on to the caller,
   * the end of a rank's process,
   * the caller hanging up, or the time limit: all ranks are ended.
-At the end every process that descends from a rank is killed too: the supervisor is their "subreaper", so orphans
-become its children and cannot hide.
+At the end every process that descends from a rank is killed too: the supervisor is their "subreaper", so
+orphans become its children and cannot hide.
 """
 
 from __future__ import annotations
@@ -67,8 +67,11 @@ class _Rank:
     reported: bool = False
 
     def stack(self) -> str:
-        size = os.fstat(self.stack_fd).st_size
-        return os.pread(self.stack_fd, size, 0).decode(errors="replace").strip()
+        """Where Python stood when the rank was asked, or crashed; without the launcher's own frames."""
+        text = os.pread(self.stack_fd, os.fstat(self.stack_fd).st_size, 0).decode(errors="replace")
+        ours = os.path.dirname(__file__)
+        lines = [line for line in text.splitlines() if ours not in line and 'File "<string>"' not in line]
+        return "\n".join(lines).strip()
 
 
 class _Run:
@@ -98,6 +101,7 @@ class _Run:
                     self._listen_to(r, poll)
             if self._caller.fileno() in ready:  # nothing is ever sent after the job: this is the caller's end
                 self._caller_is_there = False
+                poll.unregister(self._caller)
                 self._end_all()
             elif self._deadline is not None and time.monotonic() >= self._deadline:
                 self._time_out()
@@ -186,7 +190,7 @@ class _Run:
 
 def _serve_store(listener: socket.socket, port: int) -> object:
     """The store that the ranks meet in; threads start here, after the last fork."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
