@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, list[type]] = {
     ],
     "cuStreamWaitValue32_v2": [c_void_p, c_uint64, c_uint32, c_uint],
     "cuStreamWriteValue32_v2": [c_void_p, c_uint64, c_uint32, c_uint],
+    "cuMemsetD32Async": [c_uint64, c_uint32, c_size_t, c_void_p],
     "cuMemcpyDtoDAsync_v2": [c_uint64, c_uint64, c_size_t, c_void_p],
 }
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -160,3 +161,8 @@ def stream_write(stream: int, flag: int, value: int) -> None:
 def stream_copy(stream: int, dst: int, src: int, nbytes: int) -> None:
     """A copy by a copy engine; peers' mapped memory is fine on either side."""
     call("cuMemcpyDtoDAsync_v2", dst, src, nbytes, stream)
+
+
+def stream_fill(stream: int, address: int, value: int, count: int) -> None:
+    """`count` 32-bit words become `value`."""
+    call("cuMemsetD32Async", address, value, count, stream)

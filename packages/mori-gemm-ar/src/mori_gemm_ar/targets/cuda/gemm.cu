@@ -45,7 +45,7 @@
 #define FP8_GATHER 0
 #endif
 #ifndef TURNS
-#define TURNS 1  // the consumer warpgroups take turns to issue: one promotes while the other's wgmma run
+#define TURNS 0  // 1: the consumer warpgroups take turns to issue: one promotes while the other's wgmma run
 #endif
 
 #define ROWS (128 * HALVES)
@@ -56,15 +56,13 @@
 #define HALF_BYTES (64 * 128 * 2)                  // 64 rows x 128 columns of bf16, as two swizzled boxes of 64 columns
 #define Q_BYTES (64 * 128 + 64 * 4)                // the same as fp8 codes, then a scale a row
 #define STAGING (STAGES * STAGE_BYTES)
-#define Q_STAGING (STAGING + 2 * HALVES * HALF_BYTES)
-#define BARRIERS (Q_STAGING + (FP8_GATHER ? 2 * Q_BYTES : 0))
+#define BARRIERS (STAGING + 2 * HALVES * HALF_BYTES)
 #define FULL(stage) (bars + 8 * (stage))
 #define EMPTY(stage) (bars + 8 * (STAGES + (stage)))
 #define OFFERED(wg, half) (bars + 8 * (2 * STAGES + 2 * (wg) + (half)))        // staging is free, or holds an inbox tile
 #define TAKEN(wg, half) (bars + 8 * (2 * STAGES + 4 + 2 * (wg) + (half)))      // the consumer has read it, or written the result
-#define Q_FREE(wg) (bars + 8 * (2 * STAGES + 8 + (wg)))
-#define TICKET (bars + 8 * (2 * STAGES + 10))
-#define SHARED_BYTES (BARRIERS + 8 * (2 * STAGES + 11))
+#define TICKET (bars + 8 * (2 * STAGES + 8))
+#define SHARED_BYTES (BARRIERS + 8 * (2 * STAGES + 9))
 
 extern "C" __device__ const unsigned shared_bytes = SHARED_BYTES;   // read by the host from the loaded module
 extern "C" __device__ const unsigned params_bytes = sizeof(Params);
@@ -77,13 +75,13 @@ struct Tile {
 // Cluster tile t of this rank's order. Bands: per i, the remote bands i of all other owners, then the local band i - lag.
 DEVICE Tile tile_at(int t, int cta, const Params& p) {
   const int pairs = (p.n + 255) / 256, per_band = p.band * pairs;
-  int slot = t / per_band, in_band = t - slot * per_band;
+  int slot = divide(t, p.by_band_tiles), in_band = t - slot * per_band;
   const int others = p.world - 1, head = p.lag * others, body = (p.bands - p.lag) * p.world;
   int distance = 0, band;
   if (slot < head) {
-    band = slot / others, distance = 1 + slot - band * others;
+    band = divide(slot, p.by_others), distance = 1 + slot - band * others;
   } else if (slot < head + body) {
-    const int i = (slot - head) / p.world, v = slot - head - i * p.world;
+    const int i = divide(slot - head, p.by_world), v = slot - head - i * p.world;
     band = i + (v < others ? p.lag : 0), distance = v < others ? 1 + v : 0;
   } else {
     band = slot - head - body + p.bands - p.lag;
@@ -91,12 +89,23 @@ DEVICE Tile tile_at(int t, int cta, const Params& p) {
   Tile tile;
   tile.owner = p.rank + distance, tile.owner -= tile.owner >= p.world ? p.world : 0;
   tile.band = band;
-  tile.block = band * p.band + in_band % p.band;
-  tile.column = in_band / p.band * 2 + cta;
+  const int pair = divide(in_band, p.by_band);
+  tile.block = band * p.band + in_band - pair * p.band;
+  tile.column = pair * 2 + cta;
   tile.exists = tile.block * ROWS < p.start[tile.owner + 1] - p.start[tile.owner];
   return tile;
 }
 DEVICE int num_tiles(const Params& p) { return p.world * p.bands * p.band * ((p.n + 255) / 256); }
+
+// The next tile that exists, from `t` on; `t` becomes its number.
+DEVICE Tile next_tile(int& t, int tiles, int clusters, int cta, const Params& p) {
+  Tile tile = {0, 0, 0, 0, false};
+  for (; t < tiles; t += clusters) {
+    tile = tile_at(t, cta, p);
+    if (tile.exists) break;
+  }
+  return tile;
+}
 
 // Parts of a band of `owner` that couriers count: row blocks x columns (of both CTAs) x 2 warpgroups.
 DEVICE unsigned parts_of_band(int owner, int band, const Params& p) {
@@ -135,10 +144,9 @@ struct Owed {  // a tile whose stores may still be on their way
   int owner, band;
 };
 
-// Wait for the stores, count the tile; the last of its band tells who waits for the band.
+// Its stores are done: count the tile; the last of its band tells who waits for the band.
 DEVICE void settle(Owed& owed, unsigned epoch, const Params& p) {
   if (!owed.total) return;
-  stores_wait();
   if (last_of(p.count + owed.owner * MAX_BANDS + owed.band, owed.total)) {
     if (owed.owner != p.rank) {
       store_release_sys(p.scatter_flag[owed.owner] + owed.band, epoch);
@@ -152,69 +160,107 @@ DEVICE void settle(Owed& owed, unsigned epoch, const Params& p) {
   owed.total = 0;
 }
 
-// Item i of a tile is source i % rounds (in rank order, without mine) of half i / rounds, in staging buffer i % HALVES.
-DEVICE void offer_item(int wg, int i, int rounds, bool reduces, const Tile& tile, uint32_t staging, uint32_t bars, const Params& p) {
-  const int buffer = i % HALVES, h = i / rounds, round = i - h * rounds, source = round + (round >= p.rank);
-  if (reduces) {
+// What passes between a courier and its consumer for one tile, as items, each in staging buffer i % HALVES:
+//   reduce   item h * rounds + r: source r (in rank order, without mine) of half h; the last round leaves the half's result
+//   else     item h: half h's result
+//   and with the fp8 gather, for local tiles, HALVES more: the halves as codes.
+// OFFERED: the buffer is free, or holds the source. TAKEN: the consumer has read it, or has left a result.
+struct Items {
+  int rounds, results, total;
+  bool local, reduces;
+};
+DEVICE Items items_of(const Tile& tile, const Params& p) {
+  Items items;
+  items.local = tile.owner == p.rank, items.reduces = items.local && p.world > 1;
+  items.rounds = items.reduces ? p.world - 1 : 1;
+  items.results = HALVES * items.rounds;
+  items.total = items.results + (FP8_GATHER && items.reduces ? HALVES : 0);
+  return items;
+}
+
+DEVICE void offer_item(int i, int wg, const Items& items, const Tile& tile, uint32_t shared, uint32_t bars, const Params& p) {
+  const int buffer = i % HALVES;
+  if (items.reduces && i < items.results) {
+    const int h = i / items.rounds, round = i - h * items.rounds, source = round + (round >= p.rank);
     barrier_arrive_expect(OFFERED(wg, buffer), HALF_BYTES);
-    bulk_load(staging + buffer * HALF_BYTES, p.inbox[source] + half_index(tile, wg, h, p) * HALF_BYTES, HALF_BYTES, OFFERED(wg, buffer));
+    bulk_load(shared + STAGING + (wg * HALVES + buffer) * HALF_BYTES, p.inbox[source] + half_index(tile, wg, h, p) * HALF_BYTES, HALF_BYTES,
+              OFFERED(wg, buffer));
   } else {
     barrier_arrive(OFFERED(wg, buffer));
   }
 }
 
+// Store what the consumer left as item i; false if it had only read.
+DEVICE bool store_item(int i, int wg, const Items& items, const Tile& tile, uint32_t shared, const Maps& maps, const Params& p) {
+  const uint32_t half = shared + STAGING + (wg * HALVES + i % HALVES) * HALF_BYTES;
+  if (i >= items.results) {
+    for (int o = 0; o < p.num_q_sinks; ++o) bulk_store(p.q_sink[o] + half_index(tile, wg, i - items.results, p) * Q_BYTES, half, Q_BYTES);
+  } else {
+    const int h = i / items.rounds, row = tile.block * ROWS + wg * WG_ROWS + h * 64;
+    if (i - h * items.rounds != items.rounds - 1) return false;
+    if (!items.local) {
+      bulk_store(p.sink[tile.owner] + half_index(tile, wg, h, p) * HALF_BYTES, half, HALF_BYTES);
+    } else {
+      for (int o = 0; o < p.num_outs; ++o) {
+        tensor_store(&maps.out[o], half, tile.column * 128, row);
+        tensor_store(&maps.out[o], half + HALF_BYTES / 2, tile.column * 128 + 64, row);
+      }
+    }
+  }
+  stores_commit();
+  return true;
+}
+
 DEVICE void run_courier(int wg, uint32_t shared, uint32_t bars, int cta, unsigned epoch, const Maps& maps, const Params& p) {
   const int tiles = num_tiles(p), clusters = gridDim.x >> 1;
-  const uint32_t staging = shared + STAGING + wg * HALVES * HALF_BYTES, q_staging = shared + Q_STAGING + wg * Q_BYTES;
   uint32_t parity = 0;
   Owed owed = {0, 0, 0};
   for (int t = blockIdx.x >> 1; t < tiles; t += clusters) {
     const Tile tile = tile_at(t, cta, p);
     if (!tile.exists) continue;
-    const bool local = tile.owner == p.rank, reduces = local && p.world > 1;
-    const int rounds = reduces ? p.world - 1 : 1, items = HALVES * rounds, row = tile.block * ROWS + wg * WG_ROWS;
-
-    bool ready = true;  // before blocking on an inbox, free the staging and settle what is owed
-    if (reduces)
+    const Items items = items_of(tile, p);
+    if (items.reduces) {
+      bool ready = true;
       for (int s = 0; s < p.world; ++s) ready = ready && (s == p.rank || has_come(p.arrived[s] + tile.band, epoch));
-    if (!ready) {
-      settle(owed, epoch, p);
-      for (int s = 0; s < p.world; ++s)
-        if (s != p.rank) wait_flag(p.arrived[s] + tile.band, epoch, p.fault, p.timeout_ns, p.rank, s, 1, tile.band);
-    }
-    stores_wait_read();
-    if (reduces) fence_async();
-    for (int i = 0; i < HALVES; ++i) offer_item(wg, i, rounds, reduces, tile, staging, bars, p);
-    if (FP8_GATHER && local) barrier_arrive(Q_FREE(wg));
-    settle(owed, epoch, p);
-
-    for (int i = 0; i < items; ++i) {
-      const int buffer = i % HALVES, h = i / rounds;
-      const uint32_t half = staging + buffer * HALF_BYTES;
-      const bool finished = i - h * rounds == rounds - 1;
-      barrier_wait(TAKEN(wg, buffer), parity);
-      if (finished) {
-        if (!local) {
-          bulk_store(p.sink[tile.owner] + half_index(tile, wg, h, p) * HALF_BYTES, half, HALF_BYTES);
-        } else {
-          for (int o = 0; o < p.num_outs; ++o) {
-            tensor_store(&maps.out[o], half, tile.column * 128, row + h * 64);
-            tensor_store(&maps.out[o], half + HALF_BYTES / 2, tile.column * 128 + 64, row + h * 64);
-          }
-          if (FP8_GATHER)
-            for (int o = 0; o < p.num_q_sinks; ++o) bulk_store(p.q_sink[o] + half_index(tile, wg, h, p) * Q_BYTES, q_staging, Q_BYTES);
-        }
-        stores_commit();
-        if (i + 1 < items && (FP8_GATHER || i + HALVES < items)) stores_wait_read();
-        if (FP8_GATHER && local && i + 1 < items) barrier_arrive(Q_FREE(wg));
+      if (!ready) {
+        stores_wait();
+        settle(owed, epoch, p);  // never block on an inbox with a count of mine outstanding
+        for (int s = 0; s < p.world; ++s)
+          if (s != p.rank) wait_flag(p.arrived[s] + tile.band, epoch, p.fault, p.timeout_ns, p.rank, s, 1, tile.band);
       }
-      if (i + HALVES < items) offer_item(wg, i + HALVES, rounds, reduces, tile, staging, bars, p);
+      fence_async();
+    }
+    // A buffer is offered as soon as the previous tile's store has read it: the link must not run dry between tiles.
+    if (HALVES == 2) stores_wait_read_but_one();
+    else stores_wait_read();
+    offer_item(0, wg, items, tile, shared, bars, p);
+    if (HALVES == 2) {
+      stores_wait_read();
+      offer_item(1, wg, items, tile, shared, bars, p);
+    }
+    if (owed.total && !barrier_test(TAKEN(wg, 0), parity)) {  // the consumer still multiplies: settle now
+      stores_wait();
+      settle(owed, epoch, p);
+    }
+    for (int i = 0; i < items.total; ++i) {
+      const int buffer = i % HALVES;
+      barrier_wait(TAKEN(wg, buffer), parity);
+      const bool stored = store_item(i, wg, items, tile, shared, maps, p);
+      if (i == 0 && owed.total) {  // the consumer was faster than the link: its data first, then the count of the tile before
+        if (stored) stores_wait_but_one();
+        else stores_wait();
+        settle(owed, epoch, p);
+      }
+      if (i + HALVES < items.total) {
+        if (stored) stores_wait_read();
+        offer_item(i + HALVES, wg, items, tile, shared, bars, p);
+      }
       if (buffer == HALVES - 1) parity ^= 1;
     }
     if (p.world > 1) owed.total = parts_of_band(tile.owner, tile.band, p), owed.owner = tile.owner, owed.band = tile.band;
   }
-  settle(owed, epoch, p);
   stores_wait();
+  settle(owed, epoch, p);
 }
 
 // ----------------------------------------------------------------------------------- arrivals from peers
@@ -323,8 +369,11 @@ DEVICE T scale_of_row(const ScaleSource& from, int i) {
 }
 
 DEVICE void load_scales(Scales& to, ScaleSource& from, const Tile& tile, const Params& p) {
+#if SCALES != PTPC
   // 0, which the compiler cannot know: it would keep the scales of b in uniform registers, and wait for their loads at once
-  const uint32_t zero = from.first >> 31;
+  uint32_t zero;
+  asm volatile("shr.u32 %0, %1, 31;" : "=r"(zero) : "r"(from.first));
+#endif
 #if SCALES == BLOCKSCALE
 #pragma unroll
   for (int i = 0; i < 2 * HALVES; ++i) to.a[i] = scale_of_row<float>(from, i);
@@ -341,7 +390,7 @@ DEVICE void load_scales(Scales& to, ScaleSource& from, const Tile& tile, const P
   from.a += 4 * p.a_scale_pitch, from.b += 4;
 }
 
-#if TURNS
+#if TURNS == 1
 #define TAKE_TURN() asm volatile("bar.sync %0, 256;" ::"r"(3 + wg) : "memory")
 #define PASS_TURN() asm volatile("bar.arrive %0, 256;" ::"r"(4 - wg) : "memory")
 #else
@@ -349,13 +398,26 @@ DEVICE void load_scales(Scales& to, ScaleSource& from, const Tile& tile, const P
 #define PASS_TURN()
 #endif
 
+// blockscale: what the products of a row are multiplied by.
+DEVICE Scales times_b(Scales scales) {
+#if SCALES == BLOCKSCALE
+#pragma unroll
+  for (int i = 0; i < 2 * HALVES; ++i) scales.a[i] *= scales.b;
+#endif
+  return scales;
+}
+
 // sum[half] += one step's products. `product` is the only wgmma accumulator: it leaves room for 128 sums a thread.
-DEVICE void multiply_step(float (&sum)[HALVES][64], float (&product)[64], uint32_t stage, uint32_t empty, int wg, const Scales& scales) {
+// `scales` are this step's; they leave as the next one's, on their way from here on.
+DEVICE void multiply_step(float (&sum)[HALVES][64], float (&product)[64], uint32_t stage, uint32_t empty, int wg, Scales& scales, ScaleSource& from,
+                          bool more, const Tile& tile, const Params& p) {
   const int thread = threadIdx.x & 127;
   uint64_t a = operand(stage + wg * (WG_ROWS * 128));
   const uint64_t b = operand(stage + A_BYTES);
+  const Scales now = times_b(scales);
 #pragma unroll
   for (int h = 0; h < HALVES; ++h, a += 64 * 128 / 16) {
+    if (h == 0 && more) load_scales(scales, from, tile, p);
 #if SCALES == MXFP8
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -364,10 +426,10 @@ DEVICE void multiply_step(float (&sum)[HALVES][64], float (&product)[64], uint32
       WGMMA_COMMIT();
       WGMMA_WAIT(0);
       if (h == HALVES - 1 && k == 3 && thread < 2) barrier_arrive_cluster(empty, thread);
-      const float a0 = from_e8m0(scales.a[2 * h] >> (8 * k) & 255), a1 = from_e8m0(scales.a[2 * h + 1] >> (8 * k) & 255);
+      const float a0 = from_e8m0(now.a[2 * h] >> (8 * k) & 255), a1 = from_e8m0(now.a[2 * h + 1] >> (8 * k) & 255);
 #pragma unroll
       for (int g = 0; g < 4; ++g) {
-        const float bg = from_e8m0(scales.b[g] >> (8 * k) & 255), c0 = a0 * bg, c1 = a1 * bg;
+        const float bg = from_e8m0(now.b[g] >> (8 * k) & 255), c0 = a0 * bg, c1 = a1 * bg;
 #pragma unroll
         for (int i = 16 * g; i < 16 * g + 16; i += 4) {
           sum[h][i] += product[i] * c0, sum[h][i + 1] += product[i + 1] * c0;
@@ -383,14 +445,14 @@ DEVICE void multiply_step(float (&sum)[HALVES][64], float (&product)[64], uint32
     WGMMA_COMMIT();
     wgmma_64x128x32(product, a + 6, b + 6, 1);
     WGMMA_COMMIT();
-#if TURNS
+#if TURNS == 1
     WGMMA_WAIT(1);  // the turn passes while my last wgmma runs
     PASS_TURN();
 #endif
     WGMMA_WAIT(0);
     if (h == HALVES - 1 && thread < 2) barrier_arrive_cluster(empty, thread);
 #if SCALES == BLOCKSCALE
-    const float c0 = scales.a[2 * h], c1 = scales.a[2 * h + 1];  // times that of b
+    const float c0 = now.a[2 * h], c1 = now.a[2 * h + 1];  // times that of b
 #pragma unroll
     for (int i = 0; i < 64; i += 4) {
       sum[h][i] += product[i] * c0, sum[h][i + 1] += product[i + 1] * c0;
@@ -450,9 +512,13 @@ DEVICE void write_half(const float (&values)[64], uint32_t half) {
   }
 }
 
-// Codes and scales (a row and 128 columns each) into q; values become what the codes stand for, so that all ranks agree.
-DEVICE void quantise_half(float (&values)[64], uint32_t q) {
-  const int thread = fresh_thread(), lane = thread & 31, row = ((thread >> 5) & 3) * 16 + (lane >> 2);
+// A half as e4m3 codes: scale[i] of the thread's row i (a row and 128 columns share one), codes[8 i + j] of its columns.
+// `values` become what the codes stand for, so that all ranks hold the same output.
+struct Codes {
+  uint32_t codes[16];
+  float scale[2];
+};
+DEVICE void quantise_half(Codes& to, float (&values)[64]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float largest = 0.f;
@@ -465,40 +531,64 @@ DEVICE void quantise_half(float (&values)[64], uint32_t q) {
     }
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float scale = largest / 448.f, inverse = scale > 0.f ? 1.f / scale : 0.f;
-    const int r = row + 8 * i;
-    if ((lane & 3) == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(q + 64 * 128 + 4 * r), "f"(scale) : "memory");
+    to.scale[i] = largest / 448.f;
+    const float inverse = to.scale[i] > 0.f ? 1.f / to.scale[i] : 0.f;
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+      uint32_t four = 0;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float &low = values[4 * (j + e) + 2 * i], &high = values[4 * (j + e) + 2 * i + 1];
+        const uint16_t two = to_e4m3x2(low * inverse, high * inverse);
+        four |= (uint32_t)two << (16 * e);
+        from_e4m3x2(two, low, high);
+        low *= to.scale[i], high *= to.scale[i];
+      }
+      to.codes[8 * i + j / 2] = four;
+    }
+  }
+}
+// Rows of 128 bytes, the 16-byte pieces of row r at piece ^ (r & 7); after them a scale a row.
+DEVICE void write_codes(const Codes& from, uint32_t half) {
+  const int thread = fresh_thread(), lane = thread & 31;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int r = ((thread >> 5) & 3) * 16 + (lane >> 2) + 8 * i;
+    if ((lane & 3) == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(half + 64 * 128 + 4 * r), "f"(from.scale[i]) : "memory");
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-      float &low = values[4 * j + 2 * i], &high = values[4 * j + 2 * i + 1];
-      const uint16_t codes = to_e4m3x2(low * inverse, high * inverse);
-      const uint32_t address = q + r * 128 + (((j >> 1) ^ (r & 7)) << 4) + (j & 1) * 8 + (lane & 3) * 2;
-      asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(codes) : "memory");
-      from_e4m3x2(codes, low, high);
-      low *= scale, high *= scale;
+      const uint32_t address = half + r * 128 + (((j >> 1) ^ (r & 7)) << 4) + (j & 1) * 8 + (lane & 3) * 2;
+      asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((uint16_t)(from.codes[8 * i + j / 2] >> (16 * (j & 1)))) : "memory");
     }
   }
 }
 
-DEVICE void finish_tile(float (&sum)[HALVES][64], const Tile& tile, int wg, uint32_t shared, uint32_t bars, uint32_t& parity, uint32_t& q_parity,
-                        const Params& p) {
-  const bool local = tile.owner == p.rank, reduces = local && p.world > 1;
-  const int rounds = reduces ? p.world - 1 : 1;
+DEVICE void give_back(int wg, int& buffer, uint32_t& parity, uint32_t bars) {  // all threads of the warpgroup
+  fence_async_shared();
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) barrier_arrive(TAKEN(wg, buffer));
+  if (++buffer == HALVES) buffer = 0, parity ^= 1;
+}
+
+DEVICE void finish_tile(float (&sum)[HALVES][64], const Tile& tile, int wg, uint32_t shared, uint32_t bars, uint32_t& parity, const Params& p) {
+  const Items items = items_of(tile, p);
+  const uint32_t staging = shared + STAGING + wg * HALVES * HALF_BYTES;
   int buffer = 0;
+#if FP8_GATHER
+  Codes codes[HALVES] = {};  // not left unset: see `own`
+#endif
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
-    uint32_t own[32];  // my partial, rounded
-    if (reduces) {
+    uint32_t own[32];  // my partial, rounded. Always set: set under a condition, it would hold registers through the main loop
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        own[i] = to_bf16x2(sum[h][2 * i], sum[h][2 * i + 1]);
-        sum[h][2 * i] = bf16_low(own[i]), sum[h][2 * i + 1] = bf16_high(own[i]);
-      }
+    for (int i = 0; i < 32; ++i) {
+      own[i] = to_bf16x2(sum[h][2 * i], sum[h][2 * i + 1]);
+      sum[h][2 * i] = bf16_low(own[i]), sum[h][2 * i + 1] = bf16_high(own[i]);
     }
-    for (int round = 0; round < rounds; ++round) {
-      const uint32_t half = shared + STAGING + (wg * HALVES + buffer) * HALF_BYTES;
+    for (int round = 0; round < items.rounds; ++round) {
+      const uint32_t half = staging + buffer * HALF_BYTES;
       barrier_wait(OFFERED(wg, buffer), parity);
-      if (reduces) {
+      if (items.reduces) {
         if (round == 0 && p.rank > 1) read_half<false>(sum[h], half);  // ranks 0 and 1: two addends have no order
         else read_half<true>(sum[h], half);
         if (round == p.rank - 1 && p.rank > 1) {
@@ -506,57 +596,64 @@ DEVICE void finish_tile(float (&sum)[HALVES][64], const Tile& tile, int wg, uint
           for (int i = 0; i < 32; ++i) sum[h][2 * i] += bf16_low(own[i]), sum[h][2 * i + 1] += bf16_high(own[i]);
         }
       }
-      if (round == rounds - 1) {
-        if (FP8_GATHER && local) {
-          barrier_wait(Q_FREE(wg), q_parity);
-          q_parity ^= 1;
-          quantise_half(sum[h], shared + Q_STAGING + wg * Q_BYTES);
-        }
+      if (round == items.rounds - 1) {
+#if FP8_GATHER
+        if (items.reduces) quantise_half(codes[h], sum[h]);
+#endif
         write_half(sum[h], half);
       }
-      fence_async_shared();
-      __syncwarp();
-      if ((threadIdx.x & 31) == 0) barrier_arrive(TAKEN(wg, buffer));
-      if (++buffer == HALVES) buffer = 0, parity ^= 1;
+      give_back(wg, buffer, parity, bars);
     }
   }
+#if FP8_GATHER
+  if (items.reduces) {
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      barrier_wait(OFFERED(wg, buffer), parity);
+      write_codes(codes[h], staging + buffer * HALF_BYTES);
+      give_back(wg, buffer, parity, bars);
+    }
+  }
+#endif
 }
 
 DEVICE void consume(int wg, uint32_t shared, uint32_t bars, int cta, const Params& p) {
   const int num_steps = (p.k + 127) / 128, tiles = num_tiles(p), clusters = gridDim.x >> 1;
   int stage = 0;
-  uint32_t full_parity = 0, parity = 0, q_parity = 0;
+  uint32_t full_parity = 0, parity = 0;
   float sum[HALVES][64], product[64];
-#if TURNS && SCALES != MXFP8
+#if TURNS == 2
+  if (wg == 1) { long long c = clock64(); while (clock64() - c < OFFSET) ; }
+#endif
+#if TURNS == 1 && SCALES != MXFP8
   if (wg == 1) asm volatile("bar.arrive 3, 256;" ::: "memory");  // the first turn is warpgroup 0's
 #endif
-  for (int t = blockIdx.x >> 1; t < tiles; t += clusters) {
-    const Tile tile = tile_at(t, cta, p);
-    if (!tile.exists) continue;
-    ScaleSource from = scales_of(tile, wg, p);
-    Scales now, next;
-    load_scales(next, from, tile, p);
+  int t = blockIdx.x >> 1;
+  Tile tile = next_tile(t, tiles, clusters, cta, p);
+  ScaleSource from = scales_of(tile, wg, p);
+  Scales scales;
+  if (tile.exists) load_scales(scales, from, tile, p);
+  while (tile.exists) {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h)
 #pragma unroll
       for (int i = 0; i < 64; ++i) sum[h][i] = 0.f;
     for (int step = 0; step < num_steps; ++step) {
-      now = next;
-#if SCALES == BLOCKSCALE
-#pragma unroll
-      for (int i = 0; i < 2 * HALVES; ++i) now.a[i] *= now.b;
-#endif
-      if (step + 1 < num_steps) load_scales(next, from, tile, p);
       barrier_wait(FULL(stage), full_parity);
-      multiply_step(sum, product, shared + stage * STAGE_BYTES, EMPTY(stage), wg, now);
+      multiply_step(sum, product, shared + stage * STAGE_BYTES, EMPTY(stage), wg, scales, from, step + 1 < num_steps, tile, p);
       if (++stage == STAGES) stage = 0, full_parity ^= 1;
     }
 #if SCALES == PTPC
-    scale_rows_and_columns(sum, from, tile, p);
+    scale_rows_and_columns(sum, scales_of(tile, wg, p), tile, p);
 #endif
-    finish_tile(sum, tile, wg, shared, bars, parity, q_parity, p);
+    const Tile done = tile;  // the scales of the next tile travel during the epilogue
+    t += clusters;
+    tile = next_tile(t, tiles, clusters, cta, p);
+    from = scales_of(tile, wg, p);
+    if (tile.exists) load_scales(scales, from, tile, p);
+    finish_tile(sum, done, wg, shared, bars, parity, p);
   }
-#if TURNS && SCALES != MXFP8
+#if TURNS == 1 && SCALES != MXFP8
   if (wg == 0) asm volatile("bar.sync 3, 256;" ::: "memory");  // takes the turn that nobody uses
 #endif
 }
@@ -572,13 +669,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) barrier_init(FULL(s), 1), barrier_init(EMPTY(s), 4);
     for (int i = 0; i < 4; ++i) barrier_init(OFFERED(i >> 1, i & 1), 1), barrier_init(TAKEN(i >> 1, i & 1), 4);
-    for (int i = 0; i < 2; ++i) barrier_init(Q_FREE(i), 1);
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(TICKET), "r"(0) : "memory");
     barrier_init_fence();
   }
   cluster_sync();
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (thread == 0) load_stages(shared, bars, cta, maps, p);
     else if (thread == 32 || thread == 64) run_courier(thread / 32 - 1, shared, bars, cta, epoch, maps, p);
     else if (thread >= 96 && p.world > 1) {
@@ -586,7 +682,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       else if (blockIdx.x == 0) await_gathered(epoch, p);
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     consume(group - 1, shared, bars, cta, p);
     if (FP8_GATHER && p.widens && p.world > 1) widen(TICKET, epoch, p);
   }

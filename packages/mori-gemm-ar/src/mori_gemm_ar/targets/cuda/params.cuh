@@ -5,12 +5,19 @@
 #define MAX_RANKS 8
 #define MAX_BANDS 128  // of one owner
 
+// Division by a number that the host knows: x / d for 0 <= x < 2^31 (params.py makes them).
+struct Divisor {
+  unsigned multiplier, shift;
+};
+DEVICE int divide(int x, Divisor d) { return d.shift == 32 ? x : (int)(__umulhi((unsigned)x, d.multiplier) >> d.shift); }
+
 struct Params {
   unsigned nbytes;            // sizeof(Params)
   int n, k;                   // columns of the output; bytes of a row of a and b
   int world, rank;
   int start[MAX_RANKS + 1];   // owner r has rows start[r] .. start[r + 1]
   int band, bands, lag;       // row blocks in a band; bands of the longest owner; local bands follow remote ones by `lag`
+  Divisor by_band_tiles, by_band, by_others, by_world;  // cluster tiles in a band, band, world - 1, world
   int toggles;                // 0: flags carry the epoch; 1: flags go 0 -> 1, and who has used one clears it
   int num_outs;               // outputs that a finished local tile goes to (maps.out[0] is mine)
   int num_q_sinks;            // fp8 gather: places for the blocks of codes

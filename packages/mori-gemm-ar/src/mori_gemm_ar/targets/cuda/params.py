@@ -11,12 +11,27 @@ MAX_RANKS = 8
 MAX_BANDS = 128
 
 
+class Divisor(ctypes.Structure):
+    """x / d for 0 <= x < 2^31 as a multiplication: multiplier = ceil(2^(32 + shift) / d), 2^shift >= d / 2."""
+
+    _fields_ = [("multiplier", c_uint), ("shift", c_uint)]
+
+    @classmethod
+    def of(cls, d: int) -> Divisor:
+        if d <= 1:
+            return cls(0, 32)  # x itself
+        shift = (d - 1).bit_length() - 1
+        return cls(-(-(1 << (32 + shift)) // d), shift)
+
+
 class Params(ctypes.Structure):
     _fields_ = [
         ("nbytes", c_uint),
         *[(name, c_int) for name in ("n", "k", "world", "rank")],
         ("start", c_int * (MAX_RANKS + 1)),
-        *[(name, c_int) for name in ("band", "bands", "lag", "toggles")],
+        *[(name, c_int) for name in ("band", "bands", "lag")],
+        *[(name, Divisor) for name in ("by_band_tiles", "by_band", "by_others", "by_world")],
+        ("toggles", c_int),
         *[(name, c_int) for name in ("num_outs", "num_q_sinks", "num_listeners", "widens")],
         ("a_scale", c_void_p),
         ("b_scale", c_void_p),

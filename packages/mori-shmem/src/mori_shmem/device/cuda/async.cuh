@@ -16,6 +16,11 @@ DEVICE void barrier_wait(uint32_t bar, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+DEVICE bool barrier_test(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
 // To the same barrier in CTA `cta` of the cluster. Not `.release.cluster`: that compiles to a GPU-wide memory barrier per
 // stage and made the whole GEMM 1.35 times slower; what is released here was only read, through the async proxy.
 DEVICE void barrier_arrive_cluster(uint32_t bar, uint32_t cta) {
@@ -59,6 +64,9 @@ DEVICE void bulk_store(void* dst, uint32_t src, uint32_t nbytes) {
 DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }  // their shared memory may be reused
 DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }            // they have been made visible
+
+DEVICE void stores_wait_read_but_one() { asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory"); }  // all but the newest group
+DEVICE void stores_wait_but_one() { asm volatile("cp.async.bulk.wait_group 1;" ::: "memory"); }
 
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // my st.shared before their bulk store
 DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }                     // an acquired flag before a bulk load
