@@ -30,6 +30,7 @@ MEASURES = (
     "validated",
     "marks",
 )
+SHOWN_ELSEWHERE = (*MEASURES, "broken_on_purpose")
 FIRST = ("backend", "world_size", "mode")  # identity columns that are shown before the others
 QUIET = ("versions.", "commit", "dirty")  # told above the table only where they differ
 
@@ -50,7 +51,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--x", metavar="FIELD", help="horizontal axis of the plot (default: what varies most)"
     )
-    parser.add_argument("--by", metavar="FIELD", help="a line per value of it (default: what else varies)")
+    parser.add_argument(
+        "--by", metavar="FIELDS", help="a line per value of these (default: what else varies)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -138,7 +141,9 @@ def _texts(rows: list[Row], args: argparse.Namespace) -> Iterable[str]:
 
 def usual_columns(rows: list[Row], names: Sequence[str]) -> list[str]:
     """What differs, then what was measured; columns that would say nothing are left out."""
-    telling = [n for n in names if is_identity(n, _first(rows, n)) and n not in MEASURES and _varies(rows, n)]
+    telling = [
+        n for n in names if is_identity(n, _first(rows, n)) and n not in SHOWN_ELSEWHERE and _varies(rows, n)
+    ]
     telling.sort(key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST) + n.startswith(QUIET))
     own = [
         n for n in names if "." not in n and not is_identity(n, _first(rows, n)) and _is_own_measure(rows, n)

@@ -71,6 +71,7 @@ class Result:
     settings: Mapping[str, object] = field(default_factory=dict)  # every effective setting
     packages: Sequence[str] = ()  # first the op's own: its commit is the row's
     extra: Mapping[str, object] = field(default_factory=dict)  # the op's own fields
+    fault: str | None = None  # what --break broke
 
     def row(self) -> dict[str, object]:
         """The row as a dict that passes `problems`; raises ValueError where it would not."""
@@ -109,6 +110,8 @@ class Result:
         row["commit"] = commit.hash if commit else None
         row["dirty"] = commit.dirty if commit else None
         row["versions"] = versions(self.packages)
+        if self.fault is not None:
+            row["broken_on_purpose"] = self.fault
         clash = row.keys() & self.extra.keys()
         if clash:
             raise ValueError(f"extra fields {sorted(clash)} have the names of fields that every row has")
@@ -133,7 +136,7 @@ class Result:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
+    return None if value is None else round(float(value), 3)
 
 
 def _strict_json(row: Mapping[str, object]) -> str:
