@@ -163,3 +163,7 @@ def test_real_processes_and_the_json_outcome(
     outcome = json.loads(file.read_text())
     assert (outcome["verdict"], outcome["ratio"], outcome["spread_us"]) == ("faster", 3.0, 0.0)
     assert outcome["a"]["times_us"] == [100, 100]
+
+
+def test_an_outcome_file_that_cannot_be_written_is_refused_before_the_runs(bench: list[str]) -> None:
+    assert main(["compare", "no-such-bench", "no-such-bench", "--json", "/no/such/folder/x"]) == 2

@@ -181,3 +181,15 @@ def test_the_real_clock_and_the_real_canary() -> None:
     assert 0 < timing.max_rank_time_us < 100_000
     assert timing.canary_us is not None
     assert timing.canary_us > 10
+
+
+@pytest.mark.parametrize("returned", [True, 3, None, "done"])
+def test_only_a_float_is_a_device_time(clock, returned: object) -> None:
+    """What a wait happens to return, a signal's value for instance, is not taken for microseconds."""
+
+    def finish() -> object:
+        clock.advance(70)
+        return returned
+
+    timing = measure({"a": Case(lambda: None, finish)}, reps=2, warmup=0, clock=clock, canary=None)["a"]
+    assert timing.max_rank_time_us == pytest.approx(70)

@@ -168,3 +168,25 @@ def test_a_plot_that_would_hide_results_is_refused(
     rows = [make_row(1, mode=mode, shape={"m": m, "n": 8}) for m in (1, 2) for mode in "ab"]
     assert main(["report", write(rows), "--plot", str(tmp_path / "x.svg"), "--x", "m", "--by", "n"]) == 2
     assert "has several results for one shape.m: add mode to --by" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--x", "m"], "need --plot FILE"),
+        (["--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_anything_is_read(
+    make_row, write, options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", write([make_row()]), *options]) == 2
+    shown = capsys.readouterr()
+    assert problem in shown.err
+    assert shown.out == ""
+
+
+def test_a_column_of_one_op_is_empty_in_another(make_row, write, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [make_row(1, extra={"wire_gbps": 3.5}), make_row(2, op="ep_dispatch")]
+    assert main(["report", write(rows), "--columns", "mode,wire_gbps"]) == 0
+    assert "–" in capsys.readouterr().out

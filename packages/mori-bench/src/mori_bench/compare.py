@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mori_bench.commands import Outcome, run_command
-from mori_bench.options import at_least, seconds
+from mori_bench.options import at_least, seconds, why_not_writable
 from mori_bench.rows import TIMES, Row, flat, full_name, number, short
 from mori_bench.samples import median, split_slow, spread
 from mori_bench.tables import table
@@ -80,6 +80,9 @@ def run(
         print(f"compare: {error}", file=sys.stderr)
     if not commands or not all(commands):
         print("compare: both commands must be whole command lines, each in quotes", file=sys.stderr)
+        return 2
+    if args.json and (problem := why_not_writable(args.json)):
+        print(f"compare: {problem}", file=sys.stderr)
         return 2
     pairs: dict[Key, Pair] = {}
     varied: set[str] = set()

@@ -11,8 +11,8 @@ All ranks call `measure` with the same cases. For every case:
      and consists of
         start()    returns when the work is handed over      -> host_enqueue_us
         finish()   returns when the work is done             -> wall_us
-     The time of the run is what finish() returns, if it returns microseconds measured on the device; else
-     the wall.
+     The time of the run is what finish() returns, if that is a float: microseconds measured on the device;
+     else the wall.
   3. After the last repetition the ranks exchange their times, once. Per repetition the slowest rank counts
      (`max_rank_time_us` is the median of those); slow repetitions are marked and left out, see `samples`.
 
@@ -42,7 +42,8 @@ CANARY_HASH_BYTES = 1 << 20
 class Case:
     """One thing to time. A plain callable that returns when its work is done is the same as Case(callable).
 
-    start: hands the work over. finish: waits for it; may return microseconds measured on the device.
+    start: hands the work over. finish: waits for it; if it returns a float, that is the time in microseconds
+    as the device measured it.
     calls: how many calls of the op `start` makes; all times are divided by it.
     """
 
@@ -172,7 +173,7 @@ def _run_once(case: Case, samples: _Samples, clock: Callable[[], int]) -> None:
     on_device_us = case.finish() if case.finish is not None else None
     done = clock()
     wall_us = (done - began) / 1e3
-    measured_us = float(on_device_us) if isinstance(on_device_us, int | float) else wall_us
+    measured_us = on_device_us if isinstance(on_device_us, float) else wall_us
     samples.time_us.append(measured_us / case.calls)
     samples.wall_us.append(wall_us / case.calls)
     samples.enqueue_us.append((handed_over - began) / 1e3 / case.calls)

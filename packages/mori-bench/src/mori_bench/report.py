@@ -9,10 +9,13 @@ valid ones, and never plotted.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
+from mori_bench.options import why_not_writable
+from mori_bench.plot import SUFFIXES, plot
 from mori_bench.rows import Row, flat, full_name, identity, is_identity, number, read_rows, short
 from mori_bench.samples import median, spread
 from mori_bench.tables import table, text_of
@@ -59,6 +62,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables. 1 if a file held no result or a result was not validated."""
+    problem = _unusable(args)
+    if problem is not None:
+        print(f"report: {problem}", file=sys.stderr)
+        return 2
     rows: list[Row] = []
     missing = False
     for path in args.files:
@@ -72,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if not found.rows:
             print(f"report: {path}: no results in it", file=sys.stderr)
             missing = True
-        rows += [flat(row) for row in found.rows]
+        rows += [{n: v for n, v in flat(row).items() if not n.startswith("sweep.")} for row in found.rows]
     if not rows:
         return 1
     merged = merge(rows)
@@ -80,14 +87,21 @@ def run(args: argparse.Namespace) -> int:
         for text in _texts(merged, args):
             print(text)
         if args.plot:
-            from mori_bench.plot import plot
-
             plot([row for row in merged if row["validated"] is True], args.plot, x=args.x, by=args.by)
             print(f"drawn: {args.plot}")
     except ValueError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
     return 1 if missing or any(row["validated"] is not True for row in merged) else 0
+
+
+def _unusable(args: argparse.Namespace) -> str | None:
+    """Options that could have no effect, or fail only after the work."""
+    if not args.plot:
+        return "--x and --by are about the plot: they need --plot FILE" if args.x or args.by else None
+    if os.path.splitext(args.plot)[1].lower() not in SUFFIXES:
+        return f"{args.plot}: a plot is {' or '.join(SUFFIXES)}"
+    return why_not_writable(args.plot)
 
 
 def merge(rows: Iterable[Row]) -> list[Row]:
@@ -131,12 +145,20 @@ def _texts(rows: list[Row], args: argparse.Namespace) -> Iterable[str]:
         of_op = [row for row in rows if str(row["op"]) == op]
         names = list(dict.fromkeys(name for row in of_op for name in row))
         if args.columns:
-            columns = [full_name(name.strip(), names) for name in args.columns.split(",")]
+            columns = [_column(name.strip(), names, rows) for name in args.columns.split(",")]
         else:
             columns = usual_columns(of_op, names)
         yield f"## {op}\n" if args.markdown else op
         yield _constants(of_op, names) + ("\n" if args.markdown else "")
         yield _fitting(of_op, columns, names, args)
+
+
+def _column(asked: str, names: list[str], rows: list[Row]) -> str:
+    """A column of this op, or one that another op of the same files has and that is empty here."""
+    try:
+        return full_name(asked, names)
+    except ValueError:
+        return full_name(asked, [name for row in rows for name in row])
 
 
 def usual_columns(rows: list[Row], names: Sequence[str]) -> list[str]:

@@ -121,7 +121,7 @@ def full_name(asked: str, names: Iterable[str]) -> str:
 
 def is_identity(name: str, value: object) -> bool:
     """Whether a flat field says what ran. An op's own floats are measurements, its other fields are not."""
-    if name in MEASURED or name.startswith("sweep."):
+    if name in MEASURED:
         return False
     return name.split(".")[0] in FIELDS or not isinstance(value, float)
 
