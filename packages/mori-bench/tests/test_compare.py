@@ -81,7 +81,7 @@ def test_different_problems_are_refused_unless_the_field_is_named(
     assert code == 2
     assert "m is 1024 in A, 2048 in B. To compare them all the same, say --vary m" in capsys.readouterr().err
     assert len(order) == 2  # found out after the first round
-    code, _ = compare([0, 100, 100], [0, 200, 200], "--rounds", "2", "--vary", "m", of_b=other)
+    code, _ = compare([0, 100, 100, 100], [0, 200, 200, 200], "--rounds", "3", "--vary", "m", of_b=other)
     assert code == 0
     assert "A / B differ in m: 1024 / 2048" in capsys.readouterr().out
 
@@ -93,7 +93,9 @@ def test_different_dtypes_are_refused_too(compare, capsys: pytest.CaptureFixture
 
 
 def test_mode_and_settings_may_differ_and_are_told(compare, capsys: pytest.CaptureFixture[str]) -> None:
-    compare([0, 2, 2], [0, 1, 1], "--rounds", "2", of_b={"mode": "fused-sdma", "settings": {"blocks": 8}})
+    compare(
+        [0, 2, 2, 2], [0, 1, 1, 1], "--rounds", "3", of_b={"mode": "fused-sdma", "settings": {"blocks": 8}}
+    )
     out = capsys.readouterr().out
     assert "differ in mode: split-sdma / fused-sdma" in out
     assert "differ in blocks: None / 8" in out
@@ -111,8 +113,8 @@ def test_several_rows_are_paired_by_what_they_are_about(
     def rows(scale: float, modes: str) -> list[dict[str, object]]:
         return [make_row(scale * (1 + index), mode=mode) for index, mode in enumerate(modes)]
 
-    script = Script({"a": iter([rows(100, "xy")] * 3), "b": iter([rows(300, "xy")] * 3)})
-    assert _main_with(monkeypatch, script, ["compare", "a", "b", "--rounds", "2"]) == 0
+    script = Script({"a": iter([rows(100, "xy")] * 4), "b": iter([rows(300, "xy")] * 4)})
+    assert _main_with(monkeypatch, script, ["compare", "a", "b", "--rounds", "3"]) == 0
     out = capsys.readouterr().out
     assert out.index("mode=x") < out.index("mode=y")
     assert out.count("3.00x faster") == 2
@@ -134,10 +136,10 @@ def test_interrupted_it_still_tells_what_it_has(
             yield [make_row(us)]
         raise KeyboardInterrupt
 
-    script = Script({"a": times(100, 4), "b": times(300, 3)})
+    script = Script({"a": times(100, 5), "b": times(300, 4)})
     assert _main_with(monkeypatch, script, ["compare", "a", "b"]) == 130
     shown = capsys.readouterr()
-    assert "interrupted after 2 whole rounds" in shown.err
+    assert "interrupted after 3 whole rounds" in shown.err
     assert "3.00x faster" in shown.out
 
 
@@ -145,7 +147,7 @@ def test_a_failing_command_is_told_with_its_cause(
     bench: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = shlex.join(bench), shlex.join([*bench, "--fail-at", "1024"])
-    assert main(["compare", good, bad, "--rounds", "2"]) == 1
+    assert main(["compare", good, bad, "--rounds", "3"]) == 1
     assert "compare: B failed: exit code 1: no kernel for this m: 火" in capsys.readouterr().err
 
 
@@ -159,10 +161,10 @@ def test_real_processes_and_the_json_outcome(
 ) -> None:
     a, b = shlex.join([*bench, "--us", "100"]), shlex.join([*bench, "--us", "300"])
     file = tmp_path / "outcome.jsonl"
-    assert main(["compare", a, b, "--rounds", "2", "--json", str(file)]) == 0
+    assert main(["compare", a, b, "--rounds", "3", "--json", str(file)]) == 0
     outcome = json.loads(file.read_text())
     assert (outcome["verdict"], outcome["ratio"], outcome["spread_us"]) == ("faster", 3.0, 0.0)
-    assert outcome["a"]["times_us"] == [100, 100]
+    assert outcome["a"]["times_us"] == [100, 100, 100]
 
 
 def test_an_outcome_file_that_cannot_be_written_is_refused_before_the_runs(bench: list[str]) -> None:

@@ -29,8 +29,9 @@ def test_spread_is_slowest_minus_fastest_run() -> None:
     assert spread([100.0] * 12 + [110.0] * 8) == 10.0
 
 
-def test_one_value_shows_no_spread() -> None:
+def test_two_values_show_no_spread() -> None:
     assert spread([7.0]) is None
+    assert spread([7.0, 8.0]) is None
 
 
 def test_slow_values_are_told_apart_and_the_best_always_counts() -> None:

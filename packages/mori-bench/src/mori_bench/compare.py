@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("a", metavar="CMD_A", help="a whole command line, in quotes")
     parser.add_argument("b", metavar="CMD_B", help="the other one")
     parser.add_argument(
-        "--rounds", type=at_least(2), default=5, metavar="N", help="rounds that count (default: 5)"
+        "--rounds", type=at_least(3), default=5, metavar="N", help="rounds that count (default: 5)"
     )
     parser.add_argument(
         "--vary",

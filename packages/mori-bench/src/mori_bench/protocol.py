@@ -61,7 +61,7 @@ class Timing:
     max_us: float  # the slowest rank of the slowest kept repetition
     spread_pct: (
         float | None
-    )  # run-to-run spread of the slowest rank's time, see samples; None for one repetition
+    )  # run-to-run spread of the slowest rank's time, see samples; None for less than three
     max_rank_time_us: float  # per repetition the slowest rank, then the median: the number to quote
     wall_us: float  # slowest rank, median: until the work was done, on the host's clock
     host_enqueue_us: float  # slowest rank, median: until the work was handed over
