@@ -58,6 +58,23 @@ def test_an_unvalidated_result_is_shown_apart_and_fails(
     assert "100.0" in lines[-3]
 
 
+def test_a_valid_and_an_invalid_run_are_never_merged(
+    make_row, write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(
+        [
+            "report",
+            write([make_row(100), make_row(50, validated=False)]),
+            "--columns",
+            "max_rank_time_us,validated",
+        ]
+    )
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[4:6]] == [
+        ["100.0", "yes"],
+        ["50.0", "NO"],
+    ]
+
+
 def test_settings_that_differ_keep_rows_apart(make_row, write, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [make_row(100, settings={"blocks": 8}), make_row(90, settings={"blocks": 16})]
     main(["report", write(rows)])
