@@ -17,7 +17,7 @@ All ranks call `measure` with the same cases. For every case:
      (`max_rank_time_us` is the median of those); slow repetitions are marked and left out, see `samples`.
 
 The exchange gives every rank the same lists, so every rank returns the same Timing. The cyclic garbage
-collector is off while the clock runs: `time.monotonic_ns`, the same for all processes of a machine.
+collector is off while the clock runs. The clock is `time.monotonic_ns`, one for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -59,15 +59,11 @@ class Timing:
     median_us: float  # over ranks and kept repetitions
     min_us: float  # the fastest rank of the fastest kept repetition
     max_us: float  # the slowest rank of the slowest kept repetition
-    spread_pct: (
-        float | None
-    )  # run-to-run spread of the slowest rank's time, see samples; None for less than three
+    spread_pct: float | None  # of the slowest rank's time from run to run; None for less than three runs
     max_rank_time_us: float  # per repetition the slowest rank, then the median: the number to quote
     wall_us: float  # slowest rank, median: until the work was done, on the host's clock
     host_enqueue_us: float  # slowest rank, median: until the work was handed over
-    slow_reps: int = (
-        0  # repetitions more than 1.3 times the best: left out of the numbers above unless unstable
-    )
+    slow_reps: int = 0  # more than 1.3 times the best: left out of the numbers above, unless unstable
     reps: int = 1  # timed repetitions, slow ones included
     warmup: int = 0
     first_us: float | None = None  # the discarded first run, slowest rank
