@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -207,3 +209,12 @@ def test_a_column_of_one_op_is_empty_in_another(make_row, write, capsys: pytest.
     rows = [make_row(1, extra={"wire_gbps": 3.5}), make_row(2, op="ep_dispatch")]
     assert main(["report", write(rows), "--columns", "mode,wire_gbps"]) == 0
     assert "–" in capsys.readouterr().out
+
+
+def test_a_terminal_without_our_characters(make_row, write) -> None:
+    command = [sys.executable, "-m", "mori_bench", "report", write([make_row(1), make_row(2, mode="火")])]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "split-sdma" in done.stdout
