@@ -49,6 +49,22 @@ def test_runs_of_one_configuration_are_merged_with_their_spread(
     assert numbers == ["102.0", "3", "3.92", "99.0", "105.0"]
 
 
+def test_a_slow_run_is_told_and_not_averaged_in(make_row, write, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [make_row(us) for us in (100, 180, 104, 102)]
+    main(["report", write(rows), "--columns", "max_rank_time_us,runs,max_us,marks"])
+    assert capsys.readouterr().out.splitlines()[4].split(maxsplit=3) == [
+        "102.0",
+        "3",
+        "105.0",
+        "1 slow left out",
+    ]
+
+
+def test_two_runs_have_no_spread(make_row, write, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", write([make_row(100), make_row(104)]), "--columns", "max_rank_time_us,spread_pct"])
+    assert capsys.readouterr().out.splitlines()[4].split() == ["102.0", "–"]
+
+
 def test_an_unvalidated_result_is_shown_apart_and_fails(
     make_row, write, capsys: pytest.CaptureFixture[str]
 ) -> None:
