@@ -48,7 +48,8 @@ def run_command(command: Sequence[str], limit_s: float | None = None) -> Outcome
                 preexec_fn=_end_with_parent(),
             )
         except OSError as error:
-            return Outcome(tuple(command), [], 0.0, f"cannot start {command[0]}: {error.strerror}")
+            hint = f" (write: env {command[0]} ...)" if "=" in command[0] else ""
+            return Outcome(tuple(command), [], 0.0, f"cannot start {command[0]}: {error.strerror}{hint}")
         try:
             code = child.wait(limit_s)
             cause = _cause_of_exit(code, _last_line(err))

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mori_bench.commands import Outcome, run_command
-from mori_bench.options import at_least, seconds
+from mori_bench.options import at_least, seconds, why_not_writable
 from mori_bench.rows import TIMES, Row, flat, full_name, number, short
 from mori_bench.samples import median, split_slow, spread
 from mori_bench.tables import table
@@ -52,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("a", metavar="CMD_A", help="a whole command line, in quotes")
     parser.add_argument("b", metavar="CMD_B", help="the other one")
     parser.add_argument(
-        "--rounds", type=at_least(2), default=5, metavar="N", help="rounds that count (default: 5)"
+        "--rounds", type=at_least(3), default=5, metavar="N", help="rounds that count (default: 5)"
     )
     parser.add_argument(
         "--vary",
@@ -81,6 +82,9 @@ def run(
     if not commands or not all(commands):
         print("compare: both commands must be whole command lines, each in quotes", file=sys.stderr)
         return 2
+    if args.json and (problem := why_not_writable(args.json)):
+        print(f"compare: {problem}", file=sys.stderr)
+        return 2
     pairs: dict[Key, Pair] = {}
     varied: set[str] = set()
     rounds = 0
@@ -92,6 +96,7 @@ def run(
             if number_of_round == 0:
                 varied = _varied(args.vary, rows)
                 pairs = pair_up(rows[0], rows[1], varied)
+                _note_what_does_not_vary(rows, varied)
                 continue
             _take(pairs, rows, varied, args.metric)
             rounds += 1
@@ -135,6 +140,12 @@ def _varied(asked: list[str], rows: tuple[list[Row], list[Row]]) -> set[str]:
         return {full_name(one, names) for text in asked for one in text.split(",")}
     except ValueError as error:
         raise NotComparable(f"--vary: {error}") from None
+
+
+def _note_what_does_not_vary(rows: tuple[list[Row], list[Row]], varied: set[str]) -> None:
+    for name in sorted(varied):
+        if len({repr(row.get(name)) for side in rows for row in side}) == 1:
+            print(f"note: --vary {name}, but it is {rows[0][0].get(name)!r} on both sides", file=sys.stderr)
 
 
 def pair_up(a: list[Row], b: list[Row], varied: set[str]) -> dict[Key, Pair]:
@@ -266,7 +277,7 @@ def _outcome(
         "a": {**lines[0], "times_us": pair.times_us[0]},
         "b": {**lines[1], "times_us": pair.times_us[1]},
         "verdict": verdict.word,
-        "ratio": verdict.ratio,
+        "ratio": verdict.ratio if math.isfinite(verdict.ratio) else None,
         "gap_us": verdict.gap_us,
         "spread_us": verdict.spread_us,
         "notes": list(verdict.notes),

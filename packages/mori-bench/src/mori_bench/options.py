@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 from collections.abc import Callable
 
 from mori_bench.environment import launched
@@ -106,3 +107,14 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a time limit: it must be above 0 and finite")
     return value
+
+
+def why_not_writable(path: str) -> str | None:
+    """Why a file could not be appended to or made; None if it can. Asked before the work, not after it."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        return f"{path} is a folder"
+    if not os.path.isdir(folder):
+        return f"{path} cannot be written: there is no folder {folder}"
+    target = path if os.path.exists(path) else folder
+    return None if os.access(target, os.W_OK) else f"{path} cannot be written: permission denied"

@@ -18,7 +18,7 @@ from mori_bench.protocol import Timing
 
 PREFIX = "RESULT_JSON "
 
-NUMBER, WHOLE, TEXT, TRUTH, NAMED = (int, float), (int,), (str,), (bool,), (dict,)
+NUMBER, WHOLE, TEXT, TRUTH, NAMED, LIST = (int, float), (int,), (str,), (bool,), (dict,), (list,)
 OPTIONAL = (type(None),)
 # name -> types of its value. Everything else in a row is the op's own.
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -42,6 +42,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "reps": WHOLE,
     "warmup": WHOLE,
     "slow_reps": WHOLE,
+    "slow_us": LIST,
+    "rank_us": LIST,
     "unstable": TRUTH,
     "canary_us": NUMBER + OPTIONAL,
     "canary_drift_pct": NUMBER + OPTIONAL,
@@ -71,6 +73,7 @@ class Result:
     settings: Mapping[str, object] = field(default_factory=dict)  # every effective setting
     packages: Sequence[str] = ()  # first the op's own: its commit is the row's
     extra: Mapping[str, object] = field(default_factory=dict)  # the op's own fields
+    fault: str | None = None  # what --break broke
 
     def row(self) -> dict[str, object]:
         """The row as a dict that passes `problems`; raises ValueError where it would not."""
@@ -101,6 +104,8 @@ class Result:
         row["reps"] = timing.reps if timing else 0
         row["warmup"] = timing.warmup if timing else 0
         row["slow_reps"] = timing.slow_reps if timing else 0
+        row["slow_us"] = [round(us, 3) for us in timing.slow_us] if timing else []
+        row["rank_us"] = [round(us, 3) for us in timing.rank_us] if timing else []
         row["unstable"] = timing.unstable if timing else False
         row["canary_us"] = _rounded(timing.canary_us if timing else None)
         row["canary_drift_pct"] = _rounded(timing.canary_drift_pct if timing else None)
@@ -109,6 +114,8 @@ class Result:
         row["commit"] = commit.hash if commit else None
         row["dirty"] = commit.dirty if commit else None
         row["versions"] = versions(self.packages)
+        if self.fault is not None:
+            row["broken_on_purpose"] = self.fault
         clash = row.keys() & self.extra.keys()
         if clash:
             raise ValueError(f"extra fields {sorted(clash)} have the names of fields that every row has")
@@ -133,7 +140,7 @@ class Result:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
+    return None if value is None else round(float(value), 3)
 
 
 def _strict_json(row: Mapping[str, object]) -> str:

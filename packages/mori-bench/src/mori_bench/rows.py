@@ -18,25 +18,11 @@ Row = dict[str, object]
 
 # What was measured, as opposed to what ran.
 MEASURED = frozenset(
-    [
-        "median_us",
-        "min_us",
-        "max_us",
-        "spread_pct",
-        "max_rank_time_us",
-        "wall_us",
-        "host_enqueue_us",
-        "rel_l2",
-        "mismatched_rows",
-        "validated",
-        "reps",
-        "warmup",
-        "slow_reps",
-        "unstable",
-        "canary_us",
-        "canary_drift_pct",
-        "disturbed",
-    ]
+    (
+        *("median_us", "min_us", "max_us", "spread_pct", "max_rank_time_us", "wall_us", "host_enqueue_us"),
+        *("rel_l2", "mismatched_rows", "validated", "reps", "warmup", "slow_reps", "slow_us", "rank_us"),
+        *("unstable", "canary_us", "canary_drift_pct", "disturbed"),
+    )
 )
 TIMES = ("max_rank_time_us", "median_us", "min_us", "max_us", "wall_us", "host_enqueue_us")
 
@@ -121,7 +107,7 @@ def full_name(asked: str, names: Iterable[str]) -> str:
 
 def is_identity(name: str, value: object) -> bool:
     """Whether a flat field says what ran. An op's own floats are measurements, its other fields are not."""
-    if name in MEASURED or name.startswith("sweep."):
+    if name in MEASURED:
         return False
     return name.split(".")[0] in FIELDS or not isinstance(value, float)
 

@@ -10,6 +10,7 @@ Three words, used with these meanings in every result of the project:
           the median of a group is one run. (Of five values or fewer, each value is a run.)
   spread  Slowest run minus fastest run. It says how far the median moves when the measurement is repeated,
           and contains slow drift, because a run is a stretch of time. A difference below it is no difference.
+          It takes MIN_RUNS values to have one.
 
 Pure functions over numbers; for `measure` (repetitions in one process) and `compare` (whole processes).
 """
@@ -21,6 +22,9 @@ from dataclasses import dataclass
 
 SLOW_FACTOR = 1.3
 NUM_RUNS = 5
+# Of two equal cases with normal noise, two values each tell a difference in 21 % of the trials, three in 6 %,
+# four in 1.3 %, five and more in 0.2 to 0.5 %.
+MIN_RUNS = 3
 
 
 def median(values: Sequence[float]) -> float:
@@ -39,8 +43,8 @@ def runs(values: Sequence[float], num_runs: int = NUM_RUNS) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Slowest run minus fastest run, in the unit of the values; None for a single value."""
-    if len(values) < 2:
+    """Slowest run minus fastest run, in the unit of the values; None for less than MIN_RUNS values."""
+    if len(values) < MIN_RUNS:
         return None
     medians = runs(values)
     return max(medians) - min(medians)

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
 MISSING = "–"
+UNITS = ("_us", "_ms", "_pct")
 
 
 def table(rows: Iterable[Mapping[str, object]], columns: Sequence[str], *, markdown: bool = False) -> str:
@@ -32,8 +33,8 @@ def text_of(value: object, column: str = "") -> str:
         return MISSING
     if isinstance(value, bool):
         return "yes" if value else "NO" if column == "validated" else "no"
-    if isinstance(value, float):
-        return _number(value, column)
+    if isinstance(value, float) or (isinstance(value, int) and column.endswith(UNITS)):
+        return _number(float(value), column)
     if isinstance(value, Mapping):
         return " ".join(f"{key}={text_of(item, str(key))}" for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -46,7 +47,7 @@ def _number(value: float, column: str) -> str:
         return f"{value:g}"
     if column.startswith("rel_"):
         return f"{value:.3e}"
-    if column.endswith(("_us", "_ms", "_pct")):
+    if column.endswith(UNITS):
         return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3g}"
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 

@@ -1,10 +1,11 @@
 """Spans as a picture for the terminal: one line per rank and lane, time to the right.
 
-    rank 0 compute │█ gemm ████████████▒ reduce ▒▒░ gather ░░│  92 %
-           queue 1 │    ⣿⣿⣿⣿  ⣿⣿⣿⣿  ⣿⣿⣿⣿                    │  41 %
-                   ┴─────────┴─────────┴─────────┴───────────┘
-                   0         1         2         3 ms
-    █ gemm 1.30 ms   ▒ reduce ...
+    rank 0 compute │█ gemm ██████████████████░░░░░░░░    │  89 %
+           queue 0 │    ▒▒▒▒        ▒▒▒▒▒                │  22 %
+                   └┴───────┴───────┴───────┴───────┴────┘
+                    0       2       4       6       8 ms
+    █ gemm 6 ms   ▒ put 2 ms   ░ reduce 2 ms
+    (per rank, mean of the ranks)
 
 A cell shows the phase that fills most of it; where spans of a lane nest, the inner one. A span too short for
 a cell of its own still gets one if the cell is otherwise idle. Names that differ only by a number at the end
@@ -107,7 +108,7 @@ def _labels(lanes: list[tuple[int, str]], room: int) -> list[str]:
     for rank, lane in lanes:
         head = f"rank {rank:>{digits}} " if rank != previous else " " * (digits + 6)
         label = head + _shown(lane)
-        labels.append(label if text_width(label) <= room else label[: room - 1] + "…")
+        labels.append(_cut(label, room))
         previous = rank
     return labels
 
@@ -153,7 +154,7 @@ def _painted(cells: list[str | None], phases: list[str], color: bool) -> str:
         fill = FILLS[index % len(FILLS)]
         name = names[0] if len(set(names)) == 1 and names[0] else phase
         fitting = (
-            f" {_shown(text)} " for text in (name, phase) if text_width(_shown(text)) + 4 <= len(names)
+            f" {_shown(text)} " for text in (name, phase) if text_width(_shown(text)) + 3 <= len(names)
         )
         label = next(fitting, "")
         filling = fill * (len(names) - 1 - text_width(label))
@@ -173,7 +174,7 @@ def _colored(text: str, index: int, color: bool) -> str:
 def _axis(total_ns: int, room: int) -> list[str]:
     """A ruler with round numbers, as many as fit, and the unit after the last."""
     unit, unit_ns = unit_for(total_ns)
-    step = _round_step(total_ns / unit_ns / max(1, room // 8))
+    step = _round_step(total_ns / unit_ns / max(1, room // 7))
     ruler, text = ["─"] * room, [" "] * (room + 9)
     for tick in range(int(total_ns / unit_ns / step + 1e-9) + 1):
         column = int(tick * step * unit_ns * room / total_ns)
@@ -200,6 +201,13 @@ def _round_step(at_least: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= at_least * (1 - 1e-9))
 
 
+def _cut(text: str, room: int) -> str:
+    """At most `room` columns of a text."""
+    while text_width(text) > room:
+        text = text[:-2] + "…"
+    return text
+
+
 def _legend(spans: Sequence[Span], phases: list[str], width: int, color: bool) -> list[str]:
     """Each phase with its sign and its time summed over one rank, mean of the ranks that have it."""
     lines, used = [""], 0
@@ -207,10 +215,10 @@ def _legend(spans: Sequence[Span], phases: list[str], width: int, color: bool) -
         of_phase = [s for s in spans if phase_of(s.name) == phase]
         mean_ns = sum(s.end_ns - s.start_ns for s in of_phase) / len({s.rank for s in of_phase})
         unit, unit_ns = unit_for(mean_ns)
-        text = f"{_shown(phase)} {mean_ns / unit_ns:.3g} {unit}"
+        text = f"{_cut(_shown(phase), width // 2)} {mean_ns / unit_ns:.3g} {unit}"
         if used and used + 5 + text_width(text) > width:
             lines.append("")
             used = 0
         lines[-1] += ("   " if used else "") + _colored(FILLS[index % len(FILLS)], index, color) + " " + text
         used += (3 if used else 0) + 2 + text_width(text)
-    return [*lines, "(time of each phase in one rank, mean of the ranks)"]
+    return [*lines, "(per rank, mean of the ranks)"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -92,8 +93,8 @@ class Trace:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.chrome(), file, allow_nan=False)
 
-    def draw(self, width: int = 100, *, color: bool | None = None) -> str:
-        """A picture for the terminal, at most `width` columns; in colour only where stdout is one."""
+    def draw(self, width: int | None = None, *, color: bool | None = None) -> str:
+        """A picture of at most `width` columns, by default the terminal's; in colour only on a terminal."""
         from mori_bench.timeline import draw
 
-        return draw(self.spans, width, color=color)
+        return draw(self.spans, width or shutil.get_terminal_size((100, 24)).columns, color=color)

@@ -14,12 +14,12 @@ class Verdict:
     word: str
     ratio: float  # time of b / time of a: 2.0 means that a takes half the time
     gap_us: float  # b - a
-    spread_us: float | None  # the larger run-to-run spread of the two; None where one was measured only once
+    spread_us: float | None  # the larger run-to-run spread of the two; None where one has too few runs
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.spread_us is None:
-            text = f"no difference can be told: measured once, spread unknown (ratio {self.ratio:.3f})"
+            text = f"no difference can be told from so few runs (ratio {self.ratio:.3f})"
         elif self.word == "no difference":
             text = f"no difference (gap {abs(self.gap_us):.1f} us, spread {self.spread_us:.1f} us)"
         else:

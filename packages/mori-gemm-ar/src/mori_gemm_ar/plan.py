@@ -114,15 +114,22 @@ class Plan:
         """The chunks of a slice. In fused-sdma each is a run of whole bands."""
         if self.options.mode != "fused-sdma":
             return split(self.problem.slice_of(owner), self.problem.slice_rows, self.num_chunks)
-        bands, each = self.bands(owner), self.bands_per_chunk
-        if not bands:
+        if not self.num_bands:
             return (self.problem.slice_of(owner),)
-        return tuple(Rows(bands[i].start, bands[i + each - 1].stop) for i in range(0, len(bands), each))
+        return tuple(Rows(bands[0].start, bands[-1].stop) for bands in self.bands_by_chunk(owner))
 
     @property
     def bands_per_chunk(self) -> int:
         """How many bands make up a chunk of fused-sdma; 0 where a slice has no bands."""
         return self.num_bands // self.num_chunks
+
+    def bands_by_chunk(self, owner: int) -> tuple[tuple[Rows, ...], ...]:
+        """The bands of a slice, in runs after which fused-sdma has something to send; else all in one run."""
+        bands = self.bands(owner)
+        if self.options.mode != "fused-sdma":
+            return (bands,)
+        each = self.bands_per_chunk
+        return tuple(bands[i * each : (i + 1) * each] for i in range(self.num_chunks))
 
     def parts(self, owner: int) -> tuple[Rows, ...]:
         """The runs of rows in which a finished slice is pushed."""

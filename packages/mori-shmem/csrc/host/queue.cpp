@@ -75,10 +75,10 @@ class RoomInRing : public Condition {
   RoomInRing(Queue& queue, uint64_t nbytes) : queue_(queue), nbytes_(nbytes) {}
 
   bool ready() override {
-    if (end != 0 || queue_.stopped()) return true;
-    const int reserved = mori_sdma_ring_reserve(&queue_.ring_, nbytes_, &begin, &start, &end);
-    if (reserved < 0) throw bad_value("packet bytes", nbytes_, "a multiple of 4, at most half the ring");
-    return reserved > 0;
+    if (reserved() || queue_.stopped()) return true;
+    const int result = mori_sdma_ring_reserve(&queue_.ring_, nbytes_, &begin, &start, &end);
+    if (result < 0) throw bad_value("packet bytes", nbytes_, "a multiple of 4, at most half the ring");
+    return result > 0;
   }
   Concern concern(int rank) override { return queue_.concern(rank); }
   void serve(Node&) override { queue_.serve(kEverything, false); }
@@ -91,6 +91,8 @@ class RoomInRing : public Condition {
             {"dwords", queue_.head_dwords()}};
   }
 
+  bool reserved() const { return end != 0; }
+
   uint64_t begin = 0, start = 0, end = 0;
 
  private:
@@ -102,7 +104,7 @@ void Queue::publish(const uint32_t* dwords, uint64_t num_dwords) {
   check();
   RoomInRing room(*this, 4 * num_dwords);
   if (!room.ready()) wait_until(node, node.own().waiters, room, node.timeout_ns.load(), kNotified);
-  if (room.end == 0) return check();  // stopped; what is reserved must be committed, or later issuers would wait for ever
+  if (!room.reserved()) return check();  // stopped; what is reserved must be committed, or later issuers would wait for ever
   std::memcpy(mori_sdma_ring_at(&ring_, room.start), dwords, 4 * num_dwords);
   mori_sdma_ring_commit(&ring_, room.begin, room.end);
   serve({node.settings.inline_bytes_used, node.settings.inline_bytes_used}, false);

@@ -6,11 +6,11 @@ Life of a communicator:
      descriptors stay the caller's (inside they are mapped or duplicated) and may be closed right after.
   3. For a window each rank makes `create_memory(nbytes)`, exchanges descriptors, and calls `map_window`.
   4. Queues, signals, waits and the barrier work on addresses inside such windows.
-  5. `fabric.close()` stops the engines and tells the peers that this rank has left. Any order of destruction is
-     safe; a `Span` keeps its mapping alive after the window and the fabric are closed.
+  5. `fabric.close()` stops the engines and tells the peers that this rank has left. Any order of destruction
+     is safe; a `Span` keeps its mapping alive after the window and the fabric are closed.
 
-Every call that may block or copy releases the GIL, and a blocked one answers Ctrl-C. Every object may be used by
-several threads. After a fork the child gets CoreError "forked" from all of them.
+Every call that may block or copy releases the GIL, and a blocked one answers Ctrl-C. Every object may be used
+by several threads. After a fork the child gets CoreError "forked" from all of them.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ ErrorKind = Literal[
     "timeout",
     "peer_died",  # and ranks: the dead ones
     "peer_left",  # and ranks: those that closed cleanly
-    # A malformed packet, or one that reaches outside the windows. info: peer, index, reason (see mori_sdma.h),
+    # A malformed packet, or one that reaches outside the windows. info: peer, index, reason (of mori_sdma.h),
     # address and nbytes of the refused access, dwords, offset_bytes of the packet in the stream
     "queue_fault",
     "queue_limit",  # info: requested, open, limit
     "bad_queue",  # info: peer, index, world_size, queues_per_peer
-    "out_of_range",  # info: what, address, nbytes; base, stride, size of the nearest window, 0 if there is none
+    "out_of_range",  # info: what, address, nbytes; base, stride, size of the nearest window, 0 without one
     "misaligned",  # info: what, address, alignment
     "bad_value",  # info: what, given, allowed
     "closed",  # info: what (as of a wait that was going on)
@@ -50,7 +50,8 @@ MIN_RING_BYTES: int
 PAGE_BYTES: int
 
 def create_memory(nbytes: int, name: str = "mori") -> int:
-    """A new descriptor of anonymous zero-filled memory (memfd, close-on-exec, size sealed); the caller owns it."""
+    """A new descriptor of anonymous zero-filled memory (memfd, close-on-exec, size sealed); the caller owns
+    it."""
 
 def monotonic_ns() -> int:
     """The clock of TIMESTAMP packets: CLOCK_MONOTONIC, the same as time.monotonic_ns()."""
@@ -65,8 +66,8 @@ def sum_bf16(out: int, sources: Sequence[int], num_elements: int) -> None:
     """
 
 def describe_packet(packet: bytes) -> dict[str, Any]:
-    """The packet that starts at these bytes: packet (its name), reason ("ok", or why it is malformed), num_dwords
-    and the fields func, dst, src, nbytes, value, compare."""
+    """The packet that starts at these bytes: packet (its name), reason ("ok", or why it is malformed),
+    num_dwords and the fields func, dst, src, nbytes, value, compare."""
 
 @final
 class Span:
@@ -91,11 +92,13 @@ class Window:
         """A view of nbytes of a rank's part. CoreError out_of_range where it does not fit."""
 
     def close(self) -> None:
-        """Take the window out of the address space: queues may no longer touch it. Unmapped with the last span."""
+        """Take the window out of the address space: queues may no longer touch it. Unmapped with the last
+        span."""
 
 @final
 class Program:
-    """Steps that can be submitted to any queue of their fabric, again and again. Addresses are checked as added."""
+    """Steps that can be submitted to any queue of their fabric, again and again. Addresses are checked as
+    added."""
 
     num_packets: int
     nbytes: int  # of encoded packets
@@ -139,15 +142,16 @@ class Queue:
         """Publish bytes as they are, for tests: what is malformed stops the queue. A multiple of 4 bytes."""
 
     def quiet(self, timeout_s: float | None = None) -> None:
-        """Return when all that was submitted before is done and visible. A dead rank ends it only where the queue
-        stands at a wait."""
+        """Return when all that was submitted before is done and visible. A dead rank ends it only where the
+        queue stands at a wait."""
 
     def check(self) -> None:
         """Raise queue_fault if the queue has stopped."""
 
     def set_faults(self, *, drop_every: int = 0, delay_us: int = 0, reorder: bool = False) -> None:
-        """Test hook. drop_every=n leaves out every n-th copy (1: all); delay_us sleeps before each copy; reorder lets
-        the next signal overtake its copies, which land delay_us (at least 2000) later. All 0: honest again."""
+        """Test hook. drop_every=n leaves out every n-th copy (1: all); delay_us sleeps before each copy;
+        reorder lets the next signal overtake its copies, which land delay_us (at least 2000) later. All 0:
+        honest again."""
 
 @final
 class Fabric:
@@ -176,18 +180,21 @@ class Fabric:
         spin_us: int = -1,
         inline_bytes: int = -1,
     ) -> None:
-        """pidfds[p] is a pidfd of rank p's process, or -1 where there is none (its death then goes unnoticed).
-        max_queues: of this rank, over all peers. spin_us: how long a wait spins before it sleeps (-1: chosen by
-        ranks and cores). inline_bytes: what the submitting thread copies itself (-1: the measured default)."""
+        """pidfds[p] is a pidfd of rank p's process, or -1 where there is none (its death then goes
+        unnoticed). max_queues: of this rank, over all peers. spin_us: how long a wait spins before it sleeps
+        (-1: chosen by ranks and cores). inline_bytes: what the submitting thread copies itself (-1: the
+        measured default)."""
 
     def map_window(self, fds: Sequence[int], nbytes: int) -> Window:
-        """Map all ranks' parts (fds in rank order, each of at least nbytes); queues and signals may reach them."""
+        """Map all ranks' parts (fds in rank order, each of at least nbytes); queues and signals may reach
+        them."""
 
     def open_queues(self, peer: int, indices: Sequence[int]) -> list[Queue]:
         """The queues (peer, index); open ones are returned again. All or none: queue_limit, bad_queue."""
 
     def signal(self, where: int, value: int, op: SignalOp = "set") -> None:
-        """A direct store or add with release order on a 64-bit word, and a wake-up for the rank that owns it."""
+        """A direct store or add with release order on a 64-bit word, and a wake-up for the rank that owns
+        it."""
 
     def read(self, where: int) -> int:
         """Acquire load of a 64-bit word."""
@@ -201,8 +208,8 @@ class Fabric:
         peer: int = -1,
         timeout_s: float | None = None,
     ) -> int:
-        """Sleep until the 64-bit word compares (unsigned); acquire; returns the value seen.
-        With `peer`, that rank's leaving or death ends the wait; with -1 any rank's death, but nobody's leaving."""
+        """Sleep until the 64-bit word compares (unsigned); acquire; returns the value seen. With `peer`, that
+        rank's leaving or death ends the wait; with -1 any rank's death, but nobody's leaving."""
 
     def wake(self, rank: int) -> None:
         """Wake the sleepers of a rank after plain stores into its window."""

@@ -47,6 +47,7 @@ class Mesh:
         self._sockets = sockets
         self._lock = threading.Lock()
         self.pidfds: dict[int, int] = {}  # of the peers' processes, once known; owned by this mesh
+        self._gone: dict[int, str] = {}  # peers that can take part in nothing any more, and why
         self._sequence = 0
         self._closed = False
         for sock in sockets.values():
@@ -59,6 +60,7 @@ class Mesh:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{kind}: the communicator is closed")
+            self._raise_if_gone(kind)
             self._sequence += 1
             tag = (kind, self._sequence)
             flows = {peer: _Flow(sock) for peer, sock in self._sockets.items()}
@@ -96,19 +98,21 @@ class Mesh:
                     poll.unregister(fd)
                 elif flow.sent:
                     poll.modify(fd, select.POLLIN)
-            self._raise_if_gone(kind, flows)
+            for peer, flow in flows.items():
+                if not flow.received and (flow.left or flow.ended):
+                    self._gone[peer] = "left (closed the communicator)" if flow.left else "died"
+            self._raise_if_gone(kind)
             if not ready and deadline.passed():
                 raise self._late(kind, flows, deadline)
 
-    def _raise_if_gone(self, kind: str, flows: dict[int, _Flow]) -> None:
-        died = [peer for peer, flow in flows.items() if flow.ended and not flow.left and not flow.received]
-        left = [peer for peer, flow in flows.items() if flow.left]
-        if died or left:
-            how = "died" if died else "left (closed the communicator)"
+    def _raise_if_gone(self, kind: str) -> None:
+        if self._gone:
+            how = "died" if "died" in self._gone.values() else next(iter(self._gone.values()))
+            peers = sorted(peer for peer in self._gone if self._gone[peer] == how)
             raise PeerDied(
-                f"rank {self.rank} of {self.world_size}, in {kind}: {ranks_text(died or left)} {how}",
+                f"rank {self.rank} of {self.world_size}, in {kind}: {ranks_text(peers)} {how}",
                 rank=self.rank,
-                peers=died or left,
+                peers=peers,
             )
 
     def _late(self, kind: str, flows: dict[int, _Flow], deadline: Deadline) -> PeerTimeout:

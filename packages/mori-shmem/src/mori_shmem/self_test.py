@@ -2,12 +2,12 @@
 every pair?
 
 A transport that does nothing looks fine and fast, so nothing is taken on trust. In a scratch window each
-rank has, for each peer, a landing row (words and data that this peer writes) and an outgoing row (a gate
-and data for it). One round, for each queue index in use, on every rank r and for every peer p, r itself
-included:
+rank has, for each peer, a landing row (words and data that this peer writes) and an outgoing row (a gate,
+and data for this peer). One round, for each queue index in use, on every rank r and for every peer p, r
+itself included:
 
-  send     the queue r -> p is told: wait for the gate, copy r's outgoing row into p's landing row, set `arrived`,
-           add 1 to `counted`. While the gate is closed nothing may have arrived; then r opens it.
+  send     the queue r -> p is told: wait for the gate, copy r's outgoing row into p's landing row, set
+           `arrived`, add 1 to `counted`. While the gate is closed nothing may have arrived; then r opens it.
   receive  wait for p's `arrived`; all bytes must be there at that moment (order), and `counted` right. Then
   answer
            by a direct signal.

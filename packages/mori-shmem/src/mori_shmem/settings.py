@@ -18,13 +18,12 @@ The rules, the same in every mori package:
   * Values that must be equal on all ranks are compared when ranks meet (`check_same`): the error names the
     variable, both values and the ranks that hold them.
   * `effective()` lists every setting of the imported packages with its value and where it comes from;
-    `python -m mori_shmem.settings mori_gemm_ar` prints that list for the packages named.
+    `python -m mori_shmem mori_gemm_ar` prints that list for mori-shmem and the packages named.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import logging
 import os
 import sys
@@ -50,6 +49,7 @@ class Setting(Generic[T]):
     _: KW_ONLY
     low: float | None = None
     high: float | None = None
+    power_of_two: bool = False
     choices: tuple[str, ...] = ()
     doc: str = ""
     same_on_all_ranks: bool = True
@@ -63,7 +63,8 @@ class Setting(Generic[T]):
             return "one of " + ", ".join(self.choices) if self.choices else "a non-empty string"
         low = "" if self.low is None else f" from {type(self.default)(self.low)}"
         high = "" if self.high is None else f" to {type(self.default)(self.high)}"
-        return ("an integer" if isinstance(self.default, int) else "a number") + low + high
+        kind = "an integer" if isinstance(self.default, int) else "a number"
+        return (f"a power of two, {kind}" if self.power_of_two else kind) + low + high
 
     def parse(self, text: str, given_as: str) -> T:
         """The value that `text` stands for. `given_as` names the culprit in the error."""
@@ -71,25 +72,27 @@ class Setting(Generic[T]):
             value = self._convert(text.strip())
         except ValueError:
             raise self._refuse(text, given_as) from None
-        return self.check(value, given_as)
+        if not self._allows(value):
+            raise self._refuse(text, given_as)
+        return value  # type: ignore[no-any-return]
 
     def check(self, value: Any, given_as: str) -> T:
         """`value` itself, if its type and range are right."""
-        default: Any = self.default
-        if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(self.default, float) and type(value) is int:
             value = float(value)
-        right_type = type(value) is type(default)
-        if not right_type or (isinstance(default, str) and not self._known_word(value)):
+        if type(value) is not type(self.default) or not self._allows(value):
             raise self._refuse(value, given_as)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            too_low = self.low is not None and not value >= self.low  # "not >=": a NaN is refused as well
-            too_high = self.high is not None and not value <= self.high
-            if too_low or too_high:
-                raise self._refuse(value, given_as)
-        return value  # type: ignore[no-any-return]
+        return value
 
-    def _known_word(self, value: str) -> bool:
-        return value in self.choices if self.choices else bool(value)
+    def _allows(self, value: Any) -> bool:
+        """Whether a value of the right type is in range."""
+        if isinstance(value, bool):
+            return True
+        if isinstance(value, str):
+            return value in self.choices if self.choices else bool(value)
+        too_low = self.low is not None and not value >= self.low  # "not >=": a NaN is refused as well
+        too_high = self.high is not None and not value <= self.high
+        return not (too_low or too_high or (self.power_of_two and int(value).bit_count() != 1))
 
     def _convert(self, text: str) -> Any:
         if isinstance(self.default, bool):
@@ -232,18 +235,3 @@ def _belongs_to_unimported_package(variable: str) -> bool:
 def _is_installed(name: str) -> bool:
     finders = [f for f in sys.meta_path if hasattr(f, "find_spec")]
     return any(finder.find_spec(name, None) is not None for finder in finders)
-
-
-def main() -> None:
-    """Print every effective setting of mori-shmem and of the packages named on the command line."""
-    for package in ["mori_shmem", *sys.argv[1:]]:
-        importlib.import_module(package)
-    lines = effective()
-    width = max(len(line.variable) for line in lines)
-    for line in lines:
-        print(f"{line.variable:{width}}  {line.value!r:>12}  {line.origin:11}  {line.package}: {line.doc}")
-
-
-if __name__ == "__main__":
-    # `-m` runs this file under another name: the tables are in the module that packages import.
-    importlib.import_module("mori_shmem.settings").main()

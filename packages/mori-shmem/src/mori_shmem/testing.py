@@ -1,6 +1,6 @@
 """For tests: ranks that are expected to fail, and transports that are broken on purpose.
 
-    with faults(comm, drop_every=1):        # every copy of this rank's queues is dropped: signals still arrive
+    with faults(comm, drop_every=1):        # every copy of this rank's queues is dropped, signals arrive
         ...
 
     outcomes = run_ranks_to_the_end(fn, 4)  # how each rank ended, also when one was killed

@@ -21,8 +21,9 @@ RING_BYTES = TABLE.add(
     Setting(
         "MORI_SHMEM_RING_BYTES",
         256 * 1024,
-        low=4096,
+        low=256,
         high=1 << 30,
-        doc="size of a copy queue's packet ring in bytes, a power of two",
+        power_of_two=True,
+        doc="size of a copy queue's packet ring in bytes",
     )
 )

@@ -32,8 +32,8 @@ def check_codes(
     """Raise unless `codes` is a [rows, columns] matrix of e4m3fn that can be read by its row stride."""
     if codes.dtype == torch.float8_e4m3fnuz:
         raise UnsupportedShape(
-            f"{name} is float8_e4m3fnuz, this op computes with float8_e4m3fn: the same byte is twice the value "
-            "there; convert it with mori_gemm_ar.convert_fnuz (its scales stay as they are)"
+            f"{name} is float8_e4m3fnuz, this op computes with float8_e4m3fn: there the same byte is twice "
+            "the value; convert it with mori_gemm_ar.convert_fnuz (its scales stay as they are)"
         )
     if codes.dtype != FP8:
         hint = (

@@ -90,7 +90,7 @@ def quantize_blocks(x: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torc
     rows, columns = x.shape
     tiled, grid = _tiled(x.to(torch.float32), blocks), blocks.grid(rows, columns)
     amax = tiled.abs().amax(dim=(1, 3)) if x.numel() else torch.zeros(grid)
-    scales, scale_bytes = _ue8m0_scales(amax) if blocks.scale == "ue8m0" else (_fp32_scales(amax), None)
+    scales, scale_bytes = _ue8m0_scales(amax) if blocks.scale == "ue8m0" else (fp32_scales(amax), None)
     tiled.div_(scales[:, None, :, None])
     codes = _untiled(tiled, rows, columns).to(torch.float8_e4m3fn)
     return codes, scales if scale_bytes is None else scale_bytes
@@ -103,7 +103,8 @@ def dequantize_blocks(codes: torch.Tensor, scales: torch.Tensor, blocks: Blocks)
     return _untiled(tiled.mul_(factors[:, None, :, None]), *codes.shape)
 
 
-def _fp32_scales(amax: torch.Tensor) -> torch.Tensor:
+def fp32_scales(amax: torch.Tensor) -> torch.Tensor:
+    """The scale for each largest magnitude, by the rules at the top."""
     scales = (amax / E4M3FN_MAX).clamp_(min=SMALLEST_SCALE)
     scales.masked_fill_(amax == 0, 1.0)
     return scales.masked_fill_(~torch.isfinite(amax), torch.nan)
