@@ -44,8 +44,16 @@
 #ifndef FP8_GATHER
 #define FP8_GATHER 0
 #endif
-#ifndef TURNS
-#define TURNS 0  // 1: the consumer warpgroups take turns to issue: one promotes while the other's wgmma run
+#define NUMBERS 8         // tiles that may be under way in a CTA, see `number_of`
+#ifndef PIECE_ROWS
+#define PIECE_ROWS 16 // rows of 256 bytes that leave at a time
+#endif
+#ifndef PIECES_FLYING
+#define PIECES_FLYING 2
+#endif
+#define PIECE_BYTES (PIECE_ROWS * 256)
+#ifndef TRACE
+#define TRACE 0  // 1: couriers write when things happened to p.trace
 #endif
 
 #define ROWS (128 * HALVES)
@@ -61,11 +69,15 @@
 #define EMPTY(stage) (bars + 8 * (STAGES + (stage)))
 #define OFFERED(wg, half) (bars + 8 * (2 * STAGES + 2 * (wg) + (half)))        // staging is free, or holds an inbox tile
 #define TAKEN(wg, half) (bars + 8 * (2 * STAGES + 4 + 2 * (wg) + (half)))      // the consumer has read it, or written the result
-#define TICKET (bars + 8 * (2 * STAGES + 8))
-#define SHARED_BYTES (BARRIERS + 8 * (2 * STAGES + 9))
+#define DRAWN(slot) (bars + 8 * (2 * STAGES + 8 + (slot)))                      // the number of a tile has come
+#define NUMBER(slot) (bars + 8 * (2 * STAGES + 8 + NUMBERS) + 4 * (slot))
+#define TICKET (bars + 8 * (2 * STAGES + 8 + NUMBERS) + 4 * NUMBERS)
+#define SHARED_BYTES (BARRIERS + 8 * (2 * STAGES + 9 + NUMBERS) + 4 * NUMBERS)
 
 extern "C" __device__ const unsigned shared_bytes = SHARED_BYTES;   // read by the host from the loaded module
 extern "C" __device__ const unsigned params_bytes = sizeof(Params);
+
+extern "C" __device__ const unsigned piece_rows = PIECE_ROWS;
 
 struct Tile {
   int owner, band, block, column;  // row block within the owner's rows, block of 128 columns
@@ -97,14 +109,26 @@ DEVICE Tile tile_at(int t, int cta, const Params& p) {
 }
 DEVICE int num_tiles(const Params& p) { return p.world * p.bands * p.band * ((p.n + 255) / 256); }
 
-// The next tile that exists, from `t` on; `t` becomes its number.
-DEVICE Tile next_tile(int& t, int tiles, int clusters, int cta, const Params& p) {
-  Tile tile = {0, 0, 0, 0, false};
-  for (; t < tiles; t += clusters) {
-    tile = tile_at(t, cta, p);
-    if (tile.exists) break;
-  }
-  return tile;
+// Which tiles a cluster computes is drawn as it goes: links are not fair to SMs, and with fixed shares some CTAs were 150 us
+// ahead of others, whose bands everybody waited for. The first CTA's loader draws tile i + 1 while it loads tile i and sends
+// its number to both CTAs. Nobody has to free a slot: the loader is at most STAGES steps ahead of the consumers of both CTAs,
+// and these are at most a tile ahead of their couriers, so that fewer than NUMBERS tiles are under way.
+DEVICE void draw(int i, int t, uint32_t bars, int cta, const Params& p) {
+  const int slot = i % NUMBERS;
+  barrier_arrive_expect(DRAWN(slot), 4);
+  if (cta) return;
+  const int tiles = num_tiles(p);
+  while (t < tiles && (t < 0 || !tile_at(t, 0, p).exists)) t = (int)(gridDim.x >> 1) + (int)atomicAdd(p.tickets, 1u);
+  for (int to = 0; to < 2; ++to) store_async_cluster(NUMBER(slot), t, DRAWN(slot), to);
+}
+
+// The number of this cluster's tile i; past the end: there is none.
+DEVICE int number_of(int i, uint32_t bars) {
+  const int slot = i % NUMBERS;
+  barrier_wait(DRAWN(slot), i / NUMBERS & 1);
+  int t;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(t) : "r"(NUMBER(slot)) : "memory");
+  return t;
 }
 
 // Parts of a band of `owner` that couriers count: row blocks x columns (of both CTAs) x 2 warpgroups.
@@ -120,14 +144,17 @@ DEVICE int64_t half_index(const Tile& tile, int wg, int half, const Params& p) {
 
 // ---------------------------------------------------------------------------------------------- loads
 DEVICE void load_stages(uint32_t shared, uint32_t bars, int cta, const Maps& maps, const Params& p) {
-  const int num_steps = (p.k + 127) / 128, tiles = num_tiles(p), clusters = gridDim.x >> 1;
+  const int num_steps = (p.k + 127) / 128, tiles = num_tiles(p), drawing_step = max(0, num_steps - 6);
   int stage = 0;
   uint32_t parity = 1;
-  for (int t = blockIdx.x >> 1; t < tiles; t += clusters) {
+  draw(0, blockIdx.x >> 1, bars, cta, p);
+  for (int i = 0;; ++i) {
+    const int t = number_of(i, bars);
+    if (t >= tiles) return;
     const Tile tile = tile_at(t, cta, p);
-    if (!tile.exists) continue;
     const int row = p.start[tile.owner] + tile.block * ROWS + cta * (ROWS / 2);
     for (int step = 0; step < num_steps; ++step) {
+      if (step == drawing_step) draw(i + 1, -1, bars, cta, p);
       barrier_wait(EMPTY(stage), parity);
       const uint32_t to = shared + stage * STAGE_BYTES;
       barrier_arrive_expect(FULL(stage), STAGE_BYTES);
@@ -163,24 +190,22 @@ DEVICE void settle(Owed& owed, unsigned epoch, const Params& p) {
 // What passes between a courier and its consumer for one tile, as items, each in staging buffer i % HALVES:
 //   reduce   item h * rounds + r: source r (in rank order, without mine) of half h; the last round leaves the half's result
 //   else     item h: half h's result
-//   and with the fp8 gather, for local tiles, HALVES more: the halves as codes.
 // OFFERED: the buffer is free, or holds the source. TAKEN: the consumer has read it, or has left a result.
 struct Items {
-  int rounds, results, total;
+  int rounds, total;
   bool local, reduces;
 };
 DEVICE Items items_of(const Tile& tile, const Params& p) {
   Items items;
   items.local = tile.owner == p.rank, items.reduces = items.local && p.world > 1;
   items.rounds = items.reduces ? p.world - 1 : 1;
-  items.results = HALVES * items.rounds;
-  items.total = items.results + (FP8_GATHER && items.reduces ? HALVES : 0);
+  items.total = HALVES * items.rounds;
   return items;
 }
 
 DEVICE void offer_item(int i, int wg, const Items& items, const Tile& tile, uint32_t shared, uint32_t bars, const Params& p) {
   const int buffer = i % HALVES;
-  if (items.reduces && i < items.results) {
+  if (items.reduces) {
     const int h = i / items.rounds, round = i - h * items.rounds, source = round + (round >= p.rank);
     barrier_arrive_expect(OFFERED(wg, buffer), HALF_BYTES);
     bulk_load(shared + STAGING + (wg * HALVES + buffer) * HALF_BYTES, p.inbox[source] + half_index(tile, wg, h, p) * HALF_BYTES, HALF_BYTES,
@@ -190,35 +215,56 @@ DEVICE void offer_item(int i, int wg, const Items& items, const Tile& tile, uint
   }
 }
 
+DEVICE void stores_wait_but_half() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(64 / PIECE_ROWS) : "memory"); }
+
+// Stores go out in pieces, few at a time: an SM's loads queue behind its stores, and a link that is full holds up 16 KB for 6 us.
+DEVICE void next_piece() {
+  stores_commit();
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PIECES_FLYING - 1) : "memory");
+}
+DEVICE void push(char* dst, uint32_t src, int nbytes) {
+  for (int at = 0; at < nbytes; at += PIECE_BYTES) {
+    bulk_store(dst + at, src + at, min(PIECE_BYTES, nbytes - at));
+    next_piece();
+  }
+}
+
 // Store what the consumer left as item i; false if it had only read.
 DEVICE bool store_item(int i, int wg, const Items& items, const Tile& tile, uint32_t shared, const Maps& maps, const Params& p) {
   const uint32_t half = shared + STAGING + (wg * HALVES + i % HALVES) * HALF_BYTES;
-  if (i >= items.results) {
-    for (int o = 0; o < p.num_q_sinks; ++o) bulk_store(p.q_sink[o] + half_index(tile, wg, i - items.results, p) * Q_BYTES, half, Q_BYTES);
+  const int h = i / items.rounds, row = tile.block * ROWS + wg * WG_ROWS + h * 64;
+  if (i - h * items.rounds != items.rounds - 1) return false;
+  if (!items.local) {
+    push(p.sink[tile.owner] + half_index(tile, wg, h, p) * HALF_BYTES, half, HALF_BYTES);
+  } else if (FP8_GATHER && items.reduces) {
+    for (int o = 0; o < p.num_q_sinks; ++o) push(p.q_sink[o] + half_index(tile, wg, h, p) * Q_BYTES, half, Q_BYTES);
   } else {
-    const int h = i / items.rounds, row = tile.block * ROWS + wg * WG_ROWS + h * 64;
-    if (i - h * items.rounds != items.rounds - 1) return false;
-    if (!items.local) {
-      bulk_store(p.sink[tile.owner] + half_index(tile, wg, h, p) * HALF_BYTES, half, HALF_BYTES);
-    } else {
-      for (int o = 0; o < p.num_outs; ++o) {
-        tensor_store(&maps.out[o], half, tile.column * 128, row);
-        tensor_store(&maps.out[o], half + HALF_BYTES / 2, tile.column * 128 + 64, row);
+    for (int o = 0; o < p.num_outs; ++o)
+      for (int r = 0; r < 64; r += PIECE_ROWS) {
+        tensor_store(&maps.out[o], half + r * 128, tile.column * 128, row + r);
+        tensor_store(&maps.out[o], half + HALF_BYTES / 2 + r * 128, tile.column * 128 + 64, row + r);
+        if (o || p.num_outs == 1) next_piece();
       }
-    }
   }
-  stores_commit();
   return true;
 }
 
+#if TRACE
+#define MARK(event) p.trace[(((int64_t)blockIdx.x * 2 + wg) * 64 + round_of_tiles) * 8 + (event)] = now_ns()
+#else
+#define MARK(event)
+#endif
+
 DEVICE void run_courier(int wg, uint32_t shared, uint32_t bars, int cta, unsigned epoch, const Maps& maps, const Params& p) {
-  const int tiles = num_tiles(p), clusters = gridDim.x >> 1;
+  const int tiles = num_tiles(p);
   uint32_t parity = 0;
   Owed owed = {0, 0, 0};
-  for (int t = blockIdx.x >> 1; t < tiles; t += clusters) {
+  for (int round_of_tiles = 0;; ++round_of_tiles) {
+    const int t = number_of(round_of_tiles, bars);
+    if (t >= tiles) break;
     const Tile tile = tile_at(t, cta, p);
-    if (!tile.exists) continue;
     const Items items = items_of(tile, p);
+    MARK(0);
     if (items.reduces) {
       bool ready = true;
       for (int s = 0; s < p.world; ++s) ready = ready && (s == p.rank || has_come(p.arrived[s] + tile.band, epoch));
@@ -230,24 +276,23 @@ DEVICE void run_courier(int wg, uint32_t shared, uint32_t bars, int cta, unsigne
       }
       fence_async();
     }
+    MARK(1);
     // A buffer is offered as soon as the previous tile's store has read it: the link must not run dry between tiles.
-    if (HALVES == 2) stores_wait_read_but_one();
-    else stores_wait_read();
-    offer_item(0, wg, items, tile, shared, bars, p);
-    if (HALVES == 2) {
-      stores_wait_read();
-      offer_item(1, wg, items, tile, shared, bars, p);
-    }
+    stores_wait_read();
+    for (int i = 0; i < HALVES; ++i) offer_item(i, wg, items, tile, shared, bars, p);
+    MARK(2);
     if (owed.total && !barrier_test(TAKEN(wg, 0), parity)) {  // the consumer still multiplies: settle now
       stores_wait();
       settle(owed, epoch, p);
     }
+    MARK(3);
     for (int i = 0; i < items.total; ++i) {
       const int buffer = i % HALVES;
       barrier_wait(TAKEN(wg, buffer), parity);
+      if (i == 0) MARK(4);
       const bool stored = store_item(i, wg, items, tile, shared, maps, p);
       if (i == 0 && owed.total) {  // the consumer was faster than the link: its data first, then the count of the tile before
-        if (stored) stores_wait_but_one();
+        if (stored) stores_wait_but_half();
         else stores_wait();
         settle(owed, epoch, p);
       }
@@ -257,6 +302,7 @@ DEVICE void run_courier(int wg, uint32_t shared, uint32_t bars, int cta, unsigne
       }
       if (buffer == HALVES - 1) parity ^= 1;
     }
+    MARK(5);
     if (p.world > 1) owed.total = parts_of_band(tile.owner, tile.band, p), owed.owner = tile.owner, owed.band = tile.band;
   }
   stores_wait();
@@ -270,11 +316,21 @@ DEVICE void widen(uint32_t ticket, unsigned epoch, const Params& p) {
   const int units = p.band * columns * 2 * HALVES * 4, per_cta = (units + gridDim.x - 1) / gridDim.x;
   const int slots = p.bands * (p.world - 1);
   int awaited = -1;
+#if TRACE
+  if (lane == 0) p.trace[(((int64_t)blockIdx.x * 2 + 0) * 64 + 40 + (threadIdx.x >> 5)) * 8] = now_ns();
+#endif
   for (;;) {
     int mine = 0;
     if (lane == 0) asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(mine) : "r"(ticket) : "memory");
     mine = __shfl_sync(~0u, mine, 0);
     const int slot = mine / per_cta, unit = (mine - slot * per_cta) * gridDim.x + blockIdx.x;
+#if TRACE
+    if (lane == 0) {
+      uint64_t* at = p.trace + (((int64_t)blockIdx.x * 2 + 0) * 64 + 40 + (threadIdx.x >> 5)) * 8;
+      at[1] = now_ns(), at[2] += 1;
+      if (at[2] == 1) at[3] = mine;
+    }
+#endif
     if (slot >= slots) return;
     const int band = slot / (p.world - 1);
     int source = p.rank + 1 + slot - band * (p.world - 1);
@@ -288,6 +344,9 @@ DEVICE void widen(uint32_t ticket, unsigned epoch, const Params& p) {
       if (lane == 0) wait_flag(p.gathered[source] + band, epoch, p.fault, p.timeout_ns, p.rank, source, 2, band);
       __syncwarp();
       awaited = slot;
+#if TRACE
+      if (lane == 0) p.trace[(((int64_t)blockIdx.x * 2 + 0) * 64 + 40 + (threadIdx.x >> 5)) * 8 + 4] = now_ns();
+#endif
     }
     const char* codes = p.q_inbox[source] + (((int64_t)block * columns + column) * 2 * HALVES + half) * Q_BYTES;
     uint4 v[4];
@@ -390,14 +449,6 @@ DEVICE void load_scales(Scales& to, ScaleSource& from, const Tile& tile, const P
   from.a += 4 * p.a_scale_pitch, from.b += 4;
 }
 
-#if TURNS == 1
-#define TAKE_TURN() asm volatile("bar.sync %0, 256;" ::"r"(3 + wg) : "memory")
-#define PASS_TURN() asm volatile("bar.arrive %0, 256;" ::"r"(4 - wg) : "memory")
-#else
-#define TAKE_TURN()
-#define PASS_TURN()
-#endif
-
 // blockscale: what the products of a row are multiplied by.
 DEVICE Scales times_b(Scales scales) {
 #if SCALES == BLOCKSCALE
@@ -438,17 +489,10 @@ DEVICE void multiply_step(float (&sum)[HALVES][64], float (&product)[64], uint32
       }
     }
 #else
-    TAKE_TURN();
     WGMMA_FENCE();
 #pragma unroll
-    for (int k = 0; k < 3; ++k) wgmma_64x128x32(product, a + 2 * k, b + 2 * k, k > 0);
+    for (int k = 0; k < 4; ++k) wgmma_64x128x32(product, a + 2 * k, b + 2 * k, k > 0);
     WGMMA_COMMIT();
-    wgmma_64x128x32(product, a + 6, b + 6, 1);
-    WGMMA_COMMIT();
-#if TURNS == 1
-    WGMMA_WAIT(1);  // the turn passes while my last wgmma runs
-    PASS_TURN();
-#endif
     WGMMA_WAIT(0);
     if (h == HALVES - 1 && thread < 2) barrier_arrive_cluster(empty, thread);
 #if SCALES == BLOCKSCALE
@@ -570,13 +614,28 @@ DEVICE void give_back(int wg, int& buffer, uint32_t& parity, uint32_t bars) {  /
   if (++buffer == HALVES) buffer = 0, parity ^= 1;
 }
 
+// All threads of the warpgroup: the staged half to my rows of the output, 256 bytes of a row side by side.
+DEVICE void copy_half_out(uint32_t half, const Tile& tile, int wg, int h, const Params& p) {
+  const int thread = fresh_thread() & 127, piece = thread & 15, x = tile.column * 128 + piece * 8;
+  const int first = tile.block * ROWS + wg * WG_ROWS + h * 64, height = p.start[p.rank + 1] - p.start[p.rank];
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + wg) : "memory");
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int r = i * 8 + (thread >> 4);
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(half + (piece >> 3) * (HALF_BYTES / 2) + r * 128 + (((piece & 7) ^ (r & 7)) << 4))
+                 : "memory");
+    if (first + r < height && x < p.n) *(uint4*)(p.out + (int64_t)(p.start[p.rank] + first + r) * p.n + x) = v;
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + wg) : "memory");
+}
+
 DEVICE void finish_tile(float (&sum)[HALVES][64], const Tile& tile, int wg, uint32_t shared, uint32_t bars, uint32_t& parity, const Params& p) {
   const Items items = items_of(tile, p);
   const uint32_t staging = shared + STAGING + wg * HALVES * HALF_BYTES;
   int buffer = 0;
-#if FP8_GATHER
-  Codes codes[HALVES] = {};  // not left unset: see `own`
-#endif
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
     uint32_t own[32];  // my partial, rounded. Always set: set under a condition, it would hold registers through the main loop
@@ -598,46 +657,39 @@ DEVICE void finish_tile(float (&sum)[HALVES][64], const Tile& tile, int wg, uint
       }
       if (round == items.rounds - 1) {
 #if FP8_GATHER
-        if (items.reduces) quantise_half(codes[h], sum[h]);
-#endif
+        if (items.reduces) {
+          Codes codes;
+          quantise_half(codes, sum[h]);
+          write_half(sum[h], half);
+          copy_half_out(half, tile, wg, h, p);
+          write_codes(codes, half);
+        } else {
+          write_half(sum[h], half);
+        }
+#else
         write_half(sum[h], half);
+#endif
       }
       give_back(wg, buffer, parity, bars);
     }
   }
-#if FP8_GATHER
-  if (items.reduces) {
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h) {
-      barrier_wait(OFFERED(wg, buffer), parity);
-      write_codes(codes[h], staging + buffer * HALF_BYTES);
-      give_back(wg, buffer, parity, bars);
-    }
-  }
-#endif
 }
 
 DEVICE void consume(int wg, uint32_t shared, uint32_t bars, int cta, const Params& p) {
-  const int num_steps = (p.k + 127) / 128, tiles = num_tiles(p), clusters = gridDim.x >> 1;
+  const int num_steps = (p.k + 127) / 128, tiles = num_tiles(p);
   int stage = 0;
   uint32_t full_parity = 0, parity = 0;
   float sum[HALVES][64], product[64];
-#if TURNS == 2
-  if (wg == 1) { long long c = clock64(); while (clock64() - c < OFFSET) ; }
-#endif
-#if TURNS == 1 && SCALES != MXFP8
-  if (wg == 1) asm volatile("bar.arrive 3, 256;" ::: "memory");  // the first turn is warpgroup 0's
-#endif
-  int t = blockIdx.x >> 1;
-  Tile tile = next_tile(t, tiles, clusters, cta, p);
+  int i = 0, t = number_of(0, bars);
+  Tile tile = tile_at(min(t, tiles - 1), cta, p);
   ScaleSource from = scales_of(tile, wg, p);
   Scales scales;
-  if (tile.exists) load_scales(scales, from, tile, p);
-  while (tile.exists) {
+  load_scales(scales, from, tile, p);
+  while (t < tiles) {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h)
 #pragma unroll
-      for (int i = 0; i < 64; ++i) sum[h][i] = 0.f;
+      for (int j = 0; j < 64; ++j) sum[h][j] = 0.f;
     for (int step = 0; step < num_steps; ++step) {
       barrier_wait(FULL(stage), full_parity);
       multiply_step(sum, product, shared + stage * STAGE_BYTES, EMPTY(stage), wg, scales, from, step + 1 < num_steps, tile, p);
@@ -647,15 +699,12 @@ DEVICE void consume(int wg, uint32_t shared, uint32_t bars, int cta, const Param
     scale_rows_and_columns(sum, scales_of(tile, wg, p), tile, p);
 #endif
     const Tile done = tile;  // the scales of the next tile travel during the epilogue
-    t += clusters;
-    tile = next_tile(t, tiles, clusters, cta, p);
+    t = number_of(++i, bars);
+    tile = tile_at(min(t, tiles - 1), cta, p);
     from = scales_of(tile, wg, p);
-    if (tile.exists) load_scales(scales, from, tile, p);
+    load_scales(scales, from, tile, p);
     finish_tile(sum, done, wg, shared, bars, parity, p);
   }
-#if TURNS == 1 && SCALES != MXFP8
-  if (wg == 0) asm volatile("bar.sync 3, 256;" ::: "memory");  // takes the turn that nobody uses
-#endif
 }
 
 // --------------------------------------------------------------------------------------------- kernel
@@ -669,6 +718,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   if (thread == 0) {
     for (int s = 0; s < STAGES; ++s) barrier_init(FULL(s), 1), barrier_init(EMPTY(s), 4);
     for (int i = 0; i < 4; ++i) barrier_init(OFFERED(i >> 1, i & 1), 1), barrier_init(TAKEN(i >> 1, i & 1), 4);
+    for (int i = 0; i < NUMBERS; ++i) barrier_init(DRAWN(i), 1);
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(TICKET), "r"(0) : "memory");
     barrier_init_fence();
   }
@@ -687,7 +737,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     if (FP8_GATHER && p.widens && p.world > 1) widen(TICKET, epoch, p);
   }
   cluster_sync();
-  if (p.world > 1 && thread == 0 && last_of(p.exits, gridDim.x)) {
+  if (thread == 0 && last_of(p.exits, gridDim.x)) {
+    store_relaxed_sys(p.tickets, 0);
     if (p.toggles)
       for (int i = 0; i < p.world * p.bands; ++i)
         if (i / p.bands != p.rank) store_relaxed_sys(p.gathered[i / p.bands] + i % p.bands, 0);

@@ -55,6 +55,7 @@ class Kernel:
         module = driver.Module(cubin)
         self.tile_rows, self.fp8 = tile_rows, fp8
         self.function = module.function("gemm_allreduce", module.constant("shared_bytes"))
+        self.piece_rows = module.constant("piece_rows")
         if module.constant("params_bytes") != ctypes.sizeof(Params):
             raise RuntimeError(
                 f"params.py has {ctypes.sizeof(Params)} bytes, params.cuh {module.constant('params_bytes')}: "
@@ -111,7 +112,7 @@ class Call:
         others = [(me + d) % self.num_ranks for d in range(1, self.num_ranks)]
         pushes, copies_out = way.gather == "lsa", way.gather == "ce"
         targets = [me, *(others if pushes and not way.fp8 else [])]
-        p.num_outs = len(targets)
+        p.num_outs = 0 if way.fp8 and others else len(targets)
         for i, r in enumerate(targets):
             p_out = self.out(r) + self._start[me] * self.n * 2
             self._maps.out[i] = self._out_map(p_out)
@@ -132,14 +133,14 @@ class Call:
             else:
                 p.sink[r], p.scatter_flag[r] = bases[r] + at.slot("inbox", me), bases[r] + at.flag("arrived" + flavour, me)
         p.out = self.out(me)
-        for name in ("count", "step", "exits", "fault"):
+        for name in ("count", "step", "exits", "tickets", "fault"):
             setattr(p, name, bases[me] + at.offsets[name])
         p.timeout_ns = int(timeout_s * 1e9)
         return p
 
     def _out_map(self, address: int) -> driver.TensorMap:
         rows = max(1, self._start[self._rank + 1] - self._start[self._rank])
-        return driver.tensor_map(address, "bf16", columns=self.n, rows=rows, pitch_bytes=2 * self.n, box_columns=64, box_rows=64)
+        return driver.tensor_map(address, "bf16", columns=self.n, rows=rows, pitch_bytes=2 * self.n, box_columns=64, box_rows=self._kernel.piece_rows)
 
     def set_operands(self, operands: Operands) -> None:
         """Where a, b and their scales lie from now on."""

@@ -38,8 +38,10 @@ struct Params {
   unsigned* count;            // [world][MAX_BANDS], 0 between calls
   unsigned* step;             // calls so far
   unsigned* exits;            // 0 between calls
+  unsigned* tickets;          // tiles drawn, beyond one a cluster; 0 between calls
   Fault* fault;
   uint64_t timeout_ns;
+  uint64_t* trace;            // [CTAs][2][64][8] ns, variants compiled with TRACE
 };
 
 struct alignas(64) Maps {

@@ -40,8 +40,9 @@ class Params(ctypes.Structure):
         *[(name, c_void_p * MAX_RANKS) for name in ("sink", "inbox", "q_sink", "q_inbox")],
         ("out", c_void_p),
         *[(name, c_void_p * MAX_RANKS) for name in ("scatter_flag", "gather_flag", "arrived", "gathered")],
-        *[(name, c_void_p) for name in ("count", "step", "exits", "fault")],
+        *[(name, c_void_p) for name in ("count", "step", "exits", "tickets", "fault")],
         ("timeout_ns", c_uint64),
+        ("trace", c_void_p),
     ]
 
 

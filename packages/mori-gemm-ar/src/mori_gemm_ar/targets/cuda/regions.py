@@ -3,7 +3,7 @@
     arrived, gathered       u32 [source][band]: "source's partial tiles (finished rows) of this band are here", an epoch
     arrived_t, gathered_t   the same, 0 or 1: set by copy engines, cleared by who used it
     ready, finished         u32 [owner][band], [band]: my tiles are staged, a copy may start; 0 or 1
-    count, step, exits      the kernel's own counters; fault: what a wait that ran out of time leaves (signal.cuh)
+    count, step, exits, tickets   the kernel's own counters; fault: what a wait that ran out of time leaves (signal.cuh)
     inbox     [source] partial tiles of my slice, bf16, as images of the kernel's staging: a band is one run of bytes
     staging   [owner]  the same, waiting for a copy engine
     q_inbox   [source] finished tiles as e4m3 codes, 64 x 128 of them and then 64 scales
@@ -57,6 +57,7 @@ def regions_for(m_max: int, n: int, num_ranks: int, tile_rows: int, *, copies: b
         "ready": flags + MAX_BANDS * 4,  # and `finished` as one more owner: cleared together
         "step": 4,
         "exits": 4,
+        "tickets": 4,
         "fault": FAULT_BYTES,
         "inbox": 0 if alone else num_ranks * tiles,
         "staging": num_ranks * tiles if copies and not alone else 0,

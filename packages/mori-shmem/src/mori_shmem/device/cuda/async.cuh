@@ -27,6 +27,13 @@ DEVICE void barrier_arrive_cluster(uint32_t bar, uint32_t cta) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(bar), "r"(cta)
                : "memory");
 }
+// Write a word at `address` in CTA `cta` of the cluster; it counts as 4 bytes for the barrier there.
+DEVICE void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar, uint32_t cta) {
+  asm volatile(
+      "{\n.reg .b32 there, bar;\nmapa.shared::cluster.u32 there, %0, %3;\nmapa.shared::cluster.u32 bar, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], %1, [bar];\n}" ::"r"(address), "r"(value), "r"(bar), "r"(cta)
+      : "memory");
+}
 DEVICE void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async;" ::: "memory");
