@@ -49,7 +49,7 @@
 #define PIECE_ROWS 16 // rows of 256 bytes that leave at a time
 #endif
 #ifndef PIECES_FLYING
-#define PIECES_FLYING 2
+#define PIECES_FLYING 1
 #endif
 #define PIECE_BYTES (PIECE_ROWS * 256)
 #ifndef TRACE
@@ -113,12 +113,14 @@ DEVICE int num_tiles(const Params& p) { return p.world * p.bands * p.band * ((p.
 // ahead of others, whose bands everybody waited for. The first CTA's loader draws tile i + 1 while it loads tile i and sends
 // its number to both CTAs. Nobody has to free a slot: the loader is at most STAGES steps ahead of the consumers of both CTAs,
 // and these are at most a tile ahead of their couriers, so that fewer than NUMBERS tiles are under way.
-DEVICE void draw(int i, int t, uint32_t bars, int cta, const Params& p) {
+DEVICE int draw(const Params& p) { return (int)(gridDim.x >> 1) + (int)atomicAdd(p.tickets, 1u); }
+
+DEVICE void send_number(int i, int t, uint32_t bars, int cta, const Params& p) {
   const int slot = i % NUMBERS;
   barrier_arrive_expect(DRAWN(slot), 4);
   if (cta) return;
   const int tiles = num_tiles(p);
-  while (t < tiles && (t < 0 || !tile_at(t, 0, p).exists)) t = (int)(gridDim.x >> 1) + (int)atomicAdd(p.tickets, 1u);
+  while (t < tiles && !tile_at(t, 0, p).exists) t = draw(p);
   for (int to = 0; to < 2; ++to) store_async_cluster(NUMBER(slot), t, DRAWN(slot), to);
 }
 
@@ -144,17 +146,18 @@ DEVICE int64_t half_index(const Tile& tile, int wg, int half, const Params& p) {
 
 // ---------------------------------------------------------------------------------------------- loads
 DEVICE void load_stages(uint32_t shared, uint32_t bars, int cta, const Maps& maps, const Params& p) {
-  const int num_steps = (p.k + 127) / 128, tiles = num_tiles(p), drawing_step = max(0, num_steps - 6);
-  int stage = 0;
+  const int num_steps = (p.k + 127) / 128, tiles = num_tiles(p), drawing_step = max(0, num_steps - 8);
+  int stage = 0, drawn = 0;
   uint32_t parity = 1;
-  draw(0, blockIdx.x >> 1, bars, cta, p);
+  send_number(0, blockIdx.x >> 1, bars, cta, p);
   for (int i = 0;; ++i) {
     const int t = number_of(i, bars);
     if (t >= tiles) return;
     const Tile tile = tile_at(t, cta, p);
     const int row = p.start[tile.owner] + tile.block * ROWS + cta * (ROWS / 2);
     for (int step = 0; step < num_steps; ++step) {
-      if (step == drawing_step) draw(i + 1, -1, bars, cta, p);
+      if (step == drawing_step && cta == 0) drawn = draw(p);  // on its way for a few steps: a loader that waits starves the consumers
+      if (step == min(drawing_step + 3, num_steps - 1)) send_number(i + 1, drawn, bars, cta, p);
       barrier_wait(EMPTY(stage), parity);
       const uint32_t to = shared + stage * STAGE_BYTES;
       barrier_arrive_expect(FULL(stage), STAGE_BYTES);
@@ -243,8 +246,9 @@ DEVICE bool store_item(int i, int wg, const Items& items, const Tile& tile, uint
       for (int r = 0; r < 64; r += PIECE_ROWS) {
         tensor_store(&maps.out[o], half + r * 128, tile.column * 128, row + r);
         tensor_store(&maps.out[o], half + HALF_BYTES / 2 + r * 128, tile.column * 128 + 64, row + r);
-        if (o || p.num_outs == 1) next_piece();
+        if (o) next_piece();
       }
+    stores_commit();
   }
   return true;
 }
