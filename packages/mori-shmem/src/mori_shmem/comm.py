@@ -280,7 +280,7 @@ class Communicator:
         """The word's value (acquire)."""
         check_word(self, where, "read")
         try:
-            return self.core.read(where.address)
+            return int(self.core.read(where.address))
         except CoreError as error:
             raise worded(error, self, "read") from None
 
@@ -305,13 +305,14 @@ class Communicator:
         if peer is not None and (type(peer) is not int or not 0 <= peer < self.world_size):
             raise ArgumentError(f"peer {peer!r}: ranks of this communicator are 0..{self.world_size - 1}")
         try:
-            return self.core.wait(
+            seen: int = self.core.wait(
                 where.address,
                 value,
-                cmp,  # type: ignore[arg-type]
+                cmp,
                 peer=-1 if peer is None else peer,
                 timeout_s=self.checked_timeout(timeout_s),
             )
+            return seen
         except CoreError as error:
             raise worded(error, self, f"wait for {what}" if what else "wait") from None
 
@@ -322,6 +323,29 @@ class Communicator:
             self.core.barrier(self.checked_timeout(timeout_s))
         except CoreError as error:
             raise worded(error, self, "barrier") from None
+
+    def stream_barrier(self, timeout_s: float | None = None) -> None:
+        """A barrier in the order of the caller's work. Where that runs on a stream, this returns at once,
+        can be captured in a CUDA graph, and a rank that is late is found by `check`; elsewhere it is
+        `barrier`.
+
+        The stream barriers of a communicator follow one another on every rank: do not let two run at a time.
+        """
+        self.check_open()
+        try:
+            self.target.stream_barrier(self.core, self.checked_timeout(timeout_s))
+        except CoreError as error:
+            raise worded(error, self, "stream_barrier") from None
+
+    def check(self) -> None:
+        """Raise PeerTimeout if a wait inside a kernel of this rank has passed its deadline. Every wait of
+        the host
+        looks as well; this is for calls that do not wait."""
+        self.check_open()
+        try:
+            self.target.check(self.core)
+        except CoreError as error:
+            raise worded(error, self, "a kernel") from None
 
     def all_gather(self, obj: object, timeout_s: float | None = None) -> list[Any]:
         """Everybody's object, in rank order. For small host objects; they are pickled."""

@@ -1,7 +1,9 @@
 """A window: memory of the same size on every rank, each part reachable from every rank.
 
-    host   rank's part = base + rank * stride    (one reservation of addresses in each process; stride >= nbytes)
-    cuda   rank's part = table[rank]             (a table in device memory; the parts lie where the driver put them)
+    host   rank's part = base + rank * stride    (one reservation of addresses in each process; stride >=
+           nbytes)
+    cuda   rank's part = table[rank]             (a table in device memory; the parts lie where the driver
+           put them)
 
 `Window` is the whole of it, `Part` one rank's part as seen from here, `Ref` an address in it that knows its
 window: that is what queues and signals take, so that each use can be checked against the window's bounds.
@@ -92,7 +94,7 @@ class Part:
             )
         if nbytes == 0:
             return torch.empty(sizes, dtype=dtype, device=window.comm.device)
-        part = window.comm.target.tensor_of(window.core, self.rank, offset_bytes, nbytes)
+        part: torch.Tensor = window.comm.target.tensor_of(window.core, self.rank, offset_bytes, nbytes)
         return part.view(dtype).view(sizes)
 
     def at(self, offset_bytes: int) -> Ref:
@@ -109,7 +111,9 @@ class Window:
         self.nbytes: int = core.nbytes
         self.number = number  # the how manieth window of its communicator: equal on all ranks
         self.handle = Handle(core.base, core.stride, core.rank, core.world_size, getattr(core, "table", 0))
-        self.addresses: tuple[int, ...] = comm.target.addresses_of(core)  # of each rank's part, in this process
+        self.addresses: tuple[int, ...] = comm.target.addresses_of(
+            core
+        )  # of each rank's part, in this process
         self._parts = [Part(self, rank) for rank in range(core.world_size)]
 
     def tensor(self, shape: Sequence[int] | int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:

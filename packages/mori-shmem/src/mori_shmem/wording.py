@@ -80,6 +80,14 @@ def _timeout(info: dict[str, Any], comm: Communicator, who: str) -> PeerTimeout:
     text = f"{who}: waited {info.get('waited_s', 0.0):.3g} s ({_LIMIT})"
     if missing:
         text += f" for {ranks_text(missing)}, which did not come"
+    elif info.get("what") == "kernel":
+        text = (
+            f"{who}: a kernel's wait passed its deadline ({_LIMIT}): {info['purpose']} from rank {peer} "
+            f"should "
+            f"have been >= {info['wanted']}; it was {info['seen']} (block {info['block']}). The call that "
+            f"the "
+            "kernel belongs to has failed"
+        )
     elif _is_about_a_word(info):
         text += f" for {_word(info, comm)}" + (f". It is expected from rank {peer}" if peers else "")
     return PeerTimeout(text, rank=comm.rank, peers=peers, seen=info.get("seen"), wanted=info.get("wanted"))

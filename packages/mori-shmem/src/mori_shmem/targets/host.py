@@ -9,6 +9,9 @@ The functions that every target offers:
     tensor_of(...)      bytes of a part as a tensor, which keeps the mapping alive
     new_program(fabric) takes the steps of a put program
     is_busy(queue)      whether work is left in a queue
+    join(queue)         what the caller does next comes after all that was submitted
+    stream_barrier(...) all ranks meet, in the order of the caller's work
+    check(fabric)       raise what kernels have found late
 """
 
 from __future__ import annotations
@@ -97,3 +100,17 @@ def new_program(fabric: native.Fabric) -> native.Program:
 def is_busy(queue: native.Queue) -> bool:
     """Whether packets are left."""
     return queue.completed_bytes != queue.submitted_bytes
+
+
+def join(queue: native.Queue) -> None:
+    """The caller's next step is the next thing that this thread does."""
+    queue.quiet()
+
+
+def stream_barrier(fabric: native.Fabric, timeout_s: float | None) -> None:
+    """The caller's work is done when its call returns."""
+    fabric.barrier(timeout_s)
+
+
+def check(fabric: native.Fabric) -> None:
+    """There are no kernels."""

@@ -1,23 +1,25 @@
 """From the steps of a put program to the operations of a stream. Pure: numbers in, numbers out.
 
     put       copy                      in pieces of no limit: a copy takes any size
-    put_2d    copy_rows; one row, or rows without gaps, are a plain copy; pitches above the driver's limit: row by row
-    wait      wait_at_least, wait_equal on all 64 bits (a signal of 2^32 or more is past every ">=" that is allowed)
-    signal    set: write                no SM needed, also behind a kernel that fills the GPU
-              add: a kernel of one thread, for there is no other way to add. It starts when an SM has room for it
+    put_2d    copy_rows; one row, or rows without gaps, are a plain copy; pitches above the driver's limit:
+    row by row wait      wait_at_least, wait_equal on all 64 bits (a signal of 2^32 or more is past every
+    ">=" that is allowed) signal    set: write                no SM needed, also behind a kernel that fills
+    the GPU
+              add: a kernel of one thread, for there is no other way to add. It starts when an SM has room
+              for it
     timestamp refused: the GPU has no clock that is CLOCK_MONOTONIC
 
 What a graph may hold. A captured program does the same on every replay, so a value that grows from call to
-call is wrong from the second replay on: a wait for ">= 7" is open for ever after, a set to 7 announces nothing
-new. `check_replayable` lets into a graph only what is right on every replay:
+call is wrong from the second replay on: a wait for ">= 7" is open for ever after, a set to 7 announces
+nothing new. `check_replayable` lets into a graph only what is right on every replay:
 
   * add: the receiver sees one more each time, whether a replay or an eager call sent it. It compares with a
     count that it keeps itself, in device memory where its kernel is captured as well.
-  * a toggle, 0 and 1: whoever waits for the 1 puts the 0 back before it lets the writer write 1 again. Let W be
-    the writer of 1 and C the consumer. If C's write of 0 happens before W's next write of 1 (through the stream
-    that both are joined to, or through an answer from C), then between two writes of 1 the word is 0 exactly
-    once C has consumed the first: no 1 is lost, and no 1 is seen twice. Eager calls do the same, so any mix of
-    replays and eager calls is one sequence of such pairs.
+  * a toggle, 0 and 1: whoever waits for the 1 puts the 0 back before it lets the writer write 1 again. Let
+    W be the writer of 1 and C the consumer. If C's write of 0 happens before W's next write of 1 (through
+    the stream that both are joined to, or through an answer from C), then between two writes of 1 the word
+    is 0 exactly once C has consumed the first: no 1 is lost, and no 1 is seen twice. Eager calls do the
+    same, so any mix of replays and eager calls is one sequence of such pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from collections.abc import Sequence
 from mori_shmem.errors import ArgumentError
 from mori_shmem.targets.cuda.stream_calls import MAX_PITCH_BYTES
 
-Operation = tuple[str, tuple[int, ...]]  # a function of stream_calls.py (or "add") and what follows the stream
+Operation = tuple[
+    str, tuple[int, ...]
+]  # a function of stream_calls.py (or "add") and what follows the stream
 _REPLAYED = "a captured program does the same on every replay"
 
 

@@ -4,15 +4,15 @@
                                          │                          │
     the queue's stream                   └─ wait ─ copy ─ write ────┘
 
-The fork at `submit` makes the copy see what the caller's stream has produced (nothing is needed between a kernel
-and the put of its result). A program that a *running* kernel triggers is therefore submitted before the kernel
-is launched. `join` makes the caller's stream go on after all that was submitted: a read of what a copy fetched,
-or a kernel that reuses its source, comes after it.
+The fork at `submit` makes the copy see what the caller's stream has produced (nothing is needed between a
+kernel and the put of its result). A program that a *running* kernel triggers is therefore submitted before
+the kernel is launched. `join` makes the caller's stream go on after all that was submitted: a read of what
+a copy fetched, or a kernel that reuses its source, comes after it.
 
-Captured in a graph, fork and join are edges of the graph, and the same calls give the same order. A replay runs
-in the place of the stream that launches it, not on the queue: `join` before a replay orders earlier eager work
-of the queue before it; work submitted after it comes after it by the fork. Whatever was forked has to be joined
-before the capture ends; CUDA refuses the graph otherwise.
+Captured in a graph, fork and join are edges of the graph, and the same calls give the same order. A replay
+runs in the place of the stream that launches it, not on the queue: `join` before a replay orders earlier
+eager work of the queue before it; work submitted after it comes after it by the fork. Whatever was forked
+has to be joined before the capture ends; CUDA refuses the graph otherwise.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _Verbs:
 
     def timestamp(self, where: int) -> NoReturn:
         raise ArgumentError(
-            "timestamp is not part of the cuda target: a stream has no clock that agrees with CLOCK_MONOTONIC. "
+            "timestamp is not part of the cuda target: a stream has no clock that agrees with "
+            "CLOCK_MONOTONIC. "
             "Time a span with torch.cuda.Event(enable_timing=True)"
         )
 
@@ -108,7 +109,8 @@ class Queue(_Verbs):
         self._fabric.check_open("queue")
         with self._lock, self._fabric.on_device():
             if self._fabric.is_capturing():
-                self._fork()  # where nothing was submitted in this capture: an event from outside it is refused
+                # where nothing was submitted in this capture: an event from outside it is refused
+                self._fork()
             self._calls.record(self._event, self.stream)
             self._calls.follow(self._fabric.callers_stream(), self._event)
 
@@ -116,9 +118,20 @@ class Queue(_Verbs):
         """Return when all that was submitted is done and visible. Replays of graphs are not the queue's."""
         self._fabric.check_open("queue")
         self._fabric.refuse_in_capture("quiet", "join() is its counterpart in a graph")
-        self._fabric.await_idle(
-            lambda: self._calls.is_idle(self.stream), timeout_s, what="quiet", peer=self.peer, index=self.index
-        )
+        calls = self._calls
+        with self._fabric.on_device():
+            event = calls.new_event()
+            try:
+                calls.record(event, self.stream)
+                self._fabric.await_idle(
+                    lambda: calls.has_happened(event),
+                    timeout_s,
+                    what="quiet",
+                    peer=self.peer,
+                    index=self.index,
+                )
+            finally:
+                calls.drop_event(event)
 
     def is_busy(self) -> bool:
         """Whether work is left."""

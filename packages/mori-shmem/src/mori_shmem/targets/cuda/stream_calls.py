@@ -58,9 +58,7 @@ def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise TransportInert(
-            f"no CUDA driver on this machine ({error}): the cuda target needs one"
-        ) from None
+        raise TransportInert(f"no CUDA driver on this machine ({error}): the cuda target needs one") from None
     library.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
     for name, argument_types in _SIGNATURES.items():
         function = getattr(library, name)
@@ -78,7 +76,7 @@ def _asks(name: str, handle: int) -> bool:
     code = getattr(_library(), name)(handle)
     if code not in (0, _NOT_READY):
         raise _failure(name, code)
-    return code == 0
+    return bool(code == 0)
 
 
 def _failure(name: str, code: int) -> DriverError:
