@@ -11,6 +11,7 @@ namespace mori {
 namespace {
 
 constexpr Budget kEverything{UINT64_MAX, UINT64_MAX};
+constexpr uint64_t kSliceBytes = 8 << 20;  // of a large copy; between slices the thread looks whether to stop
 
 uint64_t cost_of(const mori_sdma_packet& packet) {
   return packet.op == MORI_SDMA_COPY || packet.op == MORI_SDMA_FILL ? packet.nbytes : 0;
@@ -169,7 +170,25 @@ Queue::Stop Queue::drain(Budget budget, bool* progress) {
 
 int Queue::execute(const mori_sdma_packet& packet, Memory& memory, mori_sdma_fault& fault) {
   if (hooks_.active()) return hooks_.execute(packet, memory.callbacks, fault, node.closing);
+  if (packet.op == MORI_SDMA_COPY && packet.nbytes > kSliceBytes) return execute_in_slices(packet, memory, fault);
   return mori_sdma_execute(&packet, &memory.callbacks, &fault);
+}
+
+// A communicator that closes must not wait for a gigabyte: the copy is then left as if it had not begun.
+int Queue::execute_in_slices(const mori_sdma_packet& packet, Memory& memory, mori_sdma_fault& fault) {
+  const uint64_t apart = packet.dst > packet.src ? packet.dst - packet.src : packet.src - packet.dst;
+  const bool whole_is_allowed =
+      memory.view.find(packet.src, packet.nbytes).pointer && memory.view.find(packet.dst, packet.nbytes).pointer;
+  if (!whole_is_allowed || apart < packet.nbytes) return mori_sdma_execute(&packet, &memory.callbacks, &fault);
+  mori_sdma_packet slice = packet;
+  for (uint64_t done = 0; done < packet.nbytes; done += kSliceBytes) {
+    if (node.closing.load(std::memory_order_relaxed)) return MORI_SDMA_BLOCKED;
+    slice.src = packet.src + done;
+    slice.dst = packet.dst + done;
+    slice.nbytes = std::min(kSliceBytes, packet.nbytes - done);
+    mori_sdma_execute(&slice, &memory.callbacks, &fault);
+  }
+  return MORI_SDMA_DONE;
 }
 
 // ---- Ends ----------------------------------------------------------------------------------------------------------

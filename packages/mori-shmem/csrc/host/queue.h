@@ -55,6 +55,7 @@ class Queue {
   void publish(const uint32_t* dwords, uint64_t num_dwords);
   Stop drain(Budget budget, bool* progress);
   int execute(const mori_sdma_packet& packet, Memory& memory, mori_sdma_fault& fault);
+  int execute_in_slices(const mori_sdma_packet& packet, Memory& memory, mori_sdma_fault& fault);
   void stop(const mori_sdma_fault& fault, const uint32_t* dwords, uint64_t available);
   bool take() { return !serving_.exchange(true, std::memory_order_acq_rel); }
   void let_go() { serving_.exchange(false, std::memory_order_acq_rel); }
