@@ -113,16 +113,25 @@ void Queue::publish(const uint32_t* dwords, uint64_t num_dwords) {
 
 // ---- Serving -------------------------------------------------------------------------------------------------------
 
+// A large head is for engines, but not at once, and for whoever has no limit.
+bool Queue::left_to_others(Budget budget, bool is_engine, Node::Served* served) const {
+  if (!large_.load(std::memory_order_relaxed)) return false;
+  if (!is_engine) return budget.first != UINT64_MAX;
+  served->reserved = monotonic_ns() - handed_over_ns_.load(std::memory_order_relaxed) < kHandOverNs;
+  return served->reserved;
+}
+
 Node::Served Queue::serve(Budget budget, bool is_engine) {
   Node::Served served;
   while (!idle()) {
-    if ((large_.load(std::memory_order_relaxed) && budget.first != UINT64_MAX) || !take()) {
+    if (left_to_others(budget, is_engine, &served) || !take()) {
       served.pending = true;
       return served;
     }
     bool progress = false;
     const Stop stop = drain(budget, &progress);
     blocked_.store(stop == Stop::kBlocked, std::memory_order_relaxed);
+    if (stop == Stop::kOverBudget) handed_over_ns_.store(monotonic_ns(), std::memory_order_relaxed);
     large_.store(stop == Stop::kOverBudget && !is_engine, std::memory_order_relaxed);
     let_go();
     served.progress |= progress;
