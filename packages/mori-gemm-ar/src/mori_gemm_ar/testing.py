@@ -34,7 +34,7 @@ ANCHORS = {
 
 @dataclass(frozen=True)
 class Operands:
-    """One rank's arguments for the op, and the grids of their scales for the reference."""
+    """One rank's arguments for the op, and what they stand for."""
 
     quant: str
     a: torch.Tensor  # [m, k] e4m3fn
@@ -42,12 +42,26 @@ class Operands:
     a_scale: torch.Tensor
     b_scale: torch.Tensor
 
+    def grids(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of A and B, one per block."""
+        (m, k), (n, _) = self.a.shape, self.b.shape
+        return (
+            a_scale_grid(self.a_scale, self.quant, m, k, self.a.device),
+            b_scale_grid(self.b_scale, self.quant, n, k, self.b.device),
+        )
+
+    def values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What A and B stand for, in float64."""
+        a_grid, b_grid = self.grids()
+        return (
+            reference.dequantized(self.a, a_grid, self.quant, "a"),
+            reference.dequantized(self.b, b_grid, self.quant, "b"),
+        )
+
     def exact(self) -> torch.Tensor:
         """This rank's partial sums in float64, [m, n]."""
-        (m, k), (n, _) = self.a.shape, self.b.shape
-        a_grid = a_scale_grid(self.a_scale, self.quant, m, k, self.a.device)
-        b_grid = b_scale_grid(self.b_scale, self.quant, n, k, self.b.device)
-        return reference.partial(self.a, self.b, a_grid, b_grid, self.quant)
+        a, b = self.values()
+        return a @ b.t()
 
 
 def gx(m: int, n: int, k: int, rank: int, quant: str, *, turn: int = 0) -> Operands:

@@ -2,6 +2,7 @@
 // (Under AddressSanitizer the arena has real red zones around it.)
 #include <mori_sdma.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -55,7 +56,7 @@ std::vector<uint32_t> noise(Random& random) {
 void run(const std::vector<uint32_t>& dwords, Arena& arena, int* outcomes) {
   // An exact copy on the heap: reading past the end of a packet is then an error that AddressSanitizer sees.
   std::unique_ptr<uint32_t[]> exact(new uint32_t[dwords.size()]);
-  std::memcpy(exact.get(), dwords.data(), 4 * dwords.size());
+  std::copy(dwords.begin(), dwords.end(), exact.get());
   mori_sdma_packet packet;
   mori_sdma_fault fault{};
   if (mori_sdma_decode(exact.get(), dwords.size(), 0, &packet) != MORI_SDMA_OK) {

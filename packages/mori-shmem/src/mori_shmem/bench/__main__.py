@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import mori_bench
 from mori_bench import Result
 
+from mori_shmem.bench.put import SIZES
 from mori_shmem.bench.stage import Options, Stage
 from mori_shmem.bench.targets import targets
 from mori_shmem.launch import run_ranks, started_by_launcher
@@ -26,7 +27,7 @@ DEFAULT_RUNS = ((2, ("put", "latency", "barrier")), (4, ("barrier", "all_reduce"
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script. Under torchrun every rank calls it and rank 0 reports."""
     args = _parse(arguments)
-    options = Options(args.reps, args.warmup, args.seed, args.fault, args.backend)
+    options = Options(args.reps, args.warmup, args.seed, args.fault, args.backend, args.max_bytes)
     parts = tuple(args.part or PARTS)
     if started_by_launcher():
         results = run_rank(options, parts)
@@ -47,6 +48,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("mori-shmem-bench", description=__doc__)
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="only this part; may be given several times"
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        default=max(SIZES),
+        metavar="N",
+        help="nothing larger than this (default: %(default)s)",
     )
     mori_bench.add_common_options(parser)
     args = parser.parse_args(arguments)

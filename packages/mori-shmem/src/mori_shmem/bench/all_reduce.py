@@ -16,7 +16,7 @@ from mori_shmem.collectives import all_reduce_lsa, reduced_bytes
 if TYPE_CHECKING:
     import torch
 
-SHAPE = (1024, 8192)  # 16 MiB of bf16
+ROWS, COLUMNS = 1024, 8192  # 16 MiB of bf16
 GLOO_TOLERANCE = 1e-2  # world_size roundings to bf16 give about 3e-3; two swapped columns give 2e-2
 _BF16_BYTES = 2
 
@@ -27,12 +27,13 @@ def run(stage: Stage) -> None:
     import torch.distributed as dist
 
     comm = stage.comm
-    numel = SHAPE[0] * SHAPE[1]
+    shape = (min(ROWS, max(2, stage.options.max_bytes // (COLUMNS * _BF16_BYTES))), COLUMNS)
+    numel = shape[0] * shape[1]
     reduced_at = numel * _BF16_BYTES
     window = comm.alloc(reduced_at + reduced_bytes(numel, comm.world_size))
-    partials = window.tensor(SHAPE, torch.bfloat16)
-    out = torch.empty(SHAPE, dtype=torch.bfloat16)
-    in_place = torch.empty(SHAPE, dtype=torch.bfloat16)
+    partials = window.tensor(shape, torch.bfloat16)
+    out = torch.empty(shape, dtype=torch.bfloat16)
+    in_place = torch.empty(shape, dtype=torch.bfloat16)
 
     def lsa() -> None:
         all_reduce_lsa(window, out, partials_offset_bytes=0, reduced_offset_bytes=reduced_at)
@@ -44,12 +45,12 @@ def run(stage: Stage) -> None:
         in_place.copy_(partials)  # gloo sums in place; without this its numbers would grow without bound
         comm.barrier()
 
-    partials.copy_(_partial(stage, comm.rank, 0))
+    partials.copy_(_partial(stage, shape, comm.rank, 0))
     timings = stage.measure({"shmem": lsa, "gloo": gloo}, before=refill)
-    right = _Check(stage)
+    right = _Check(stage, shape)
     for mode, action, result in (("shmem", lsa, out), ("gloo", gloo, in_place)):
         for round_ in (1, 2):
-            mine = right.fault.input(_partial(stage, comm.rank, round_), comm.rank, comm.world_size)
+            mine = right.fault.input(_partial(stage, shape, comm.rank, round_), comm.rank, comm.world_size)
             comm.barrier()
             partials.copy_(mine)
             refill()
@@ -57,33 +58,33 @@ def run(stage: Stage) -> None:
             right.compare(result, round_)
         rel_l2, wrong, validated = right.verdict(exact=mode == "shmem")
         extra = {"plan": "lsa" if mode == "shmem" else "gloo"}
-        shape = {"rows": SHAPE[0], "columns": SHAPE[1]}
         stage.add(
-            "all_reduce", mode, timings[mode], shape,
+            "all_reduce", mode, timings[mode], {"rows": shape[0], "columns": shape[1]},
             mismatched_rows=wrong, rel_l2=rel_l2, validated=validated, **extra,
         )  # fmt: skip
     comm.barrier()
     window.close()
 
 
-def _partial(stage: Stage, rank: int, round_: int) -> torch.Tensor:
-    return stage.numbers(SHAPE, "all_reduce", rank, round_)
+def _partial(stage: Stage, shape: tuple[int, int], rank: int, round_: int) -> torch.Tensor:
+    return stage.numbers(shape, "all_reduce", rank, round_)
 
 
 class _Check:
     """Compares results with the reference of their round, on every rank."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, shape: tuple[int, int]) -> None:
         self._stage = stage
+        self._shape = shape
         self.fault = Fault(stage.options.fault)
         self._rel_l2 = float("nan")
         self._wrong = 0
 
     def compare(self, result: torch.Tensor, round_: int) -> None:
         stage = self._stage
-        total = _partial(stage, 0, round_).float()
+        total = _partial(stage, self._shape, 0, round_).float()
         for rank in range(1, stage.comm.world_size):
-            total += _partial(stage, rank, round_).float()
+            total += _partial(stage, self._shape, rank, round_).float()
         got = self.fault.output(result)
         self._wrong = mismatched_rows(got, total.bfloat16())
         self._rel_l2 = float((got.float() - total).norm() / total.norm())

@@ -22,7 +22,8 @@ _BF16_BYTES = 2
 def run(stage: Stage) -> None:
     """All sizes; adds a row per size and mode."""
     for nbytes in SIZES:
-        _one_size(stage, nbytes)
+        if nbytes <= stage.options.max_bytes:
+            _one_size(stage, nbytes)
 
 
 def _one_size(stage: Stage, nbytes: int) -> None:

@@ -32,6 +32,7 @@ class Options:
     seed: int
     fault: str | None
     backend: str
+    max_bytes: int
 
 
 @dataclass

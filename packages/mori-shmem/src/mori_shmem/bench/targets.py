@@ -9,7 +9,7 @@ from mori_bench import Result
 
 PUT_BYTES, PUT_SHARE = 1 << 20, 0.8
 LATENCY_US = 20.0
-ALL_REDUCE_RANKS, ALL_REDUCE_FACTOR = 4, 3.0
+ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, ALL_REDUCE_FACTOR = 16 << 20, 4, 3.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _all_reduce(results: Sequence[Result]) -> Target:
     )
     mine = _find(results, "all_reduce", "shmem", ALL_REDUCE_RANKS)
     gloo = _find(results, "all_reduce", "gloo", ALL_REDUCE_RANKS)
-    if mine is None or gloo is None:
+    if mine is None or gloo is None or mine.shape["rows"] * mine.shape["columns"] * 2 < ALL_REDUCE_BYTES:
         return Target(asks, "", None)
     ratio = _ratio(gloo, mine)
     return Target(asks, f"{ratio:.1f} times", ratio >= ALL_REDUCE_FACTOR)
