@@ -157,6 +157,13 @@ class Communicator:
         self._closer = weakref.finalize(self, _close, self._pid, place, mesh, fabric)
         _live.add(self)
 
+    @property
+    def fault_record(self) -> int:
+        """Address of the record that waits in kernels write to when they pass their deadline (device/)."""
+        if self.backend == "host":
+            raise ArgumentError("the host backend runs no kernels: it has no fault record")
+        return int(self.core.record.address)
+
     # ---- memory ----
 
     @property

@@ -35,6 +35,13 @@ DEVICE bool last_of(unsigned* counter, unsigned total) {
   return old == total - 1;
 }
 
+// The same for what only this GPU sees.
+DEVICE bool last_to_leave(unsigned* counter, unsigned total) {
+  unsigned old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(total - 1) : "memory");
+  return old == total - 1;
+}
+
 DEVICE uint64_t now_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
