@@ -4,65 +4,72 @@
     set_word(word_pointer(peer, offset_bytes), epoch, "sys")
     came = wait_word(word, epoch, record, timeout_ns, rank, sender, what, index)
 
-All are called once per program, with scalar pointers; `tl.debug_barrier()` makes the program's threads meet, so
-that a signal comes after what all of them have stored, and a load after a wait comes after it for all.
-`record` is comm.fault_record. A wait that passes its deadline writes into it who waited for whom, the flag, the
-value seen and the value wanted, and returns 0; the host then raises PeerTimeout (`comm.check`, or the next wait).
+All are called once per program, with scalar pointers; `tl.debug_barrier()` makes the program's threads
+meet, so that a signal comes after what all of them have stored, and a load after a wait comes after it for
+all. `record` is comm.fault_record. A wait that passes its deadline writes into it who waited for whom, the
+flag, the value seen and the value wanted, and returns 0; the host then raises PeerTimeout (`comm.check`, or
+the next wait).
 
-The words are 64 bits; one writer each, growing, or a toggle (targets/cuda/lowering.py has the rules for graphs).
+The words are 64 bits; one writer each, growing, or a toggle (targets/cuda/lowering.py has the rules for
+graphs).
 """
 
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 
 @triton.jit
-def now_ns():  # type: ignore[no-untyped-def]
-    """The GPU's clock, the same value for all threads of the program: what is decided by it must be decided alike
-    by all, or they would part at the next barrier. (1024: one element for each thread that a program can have.)"""
+def now_ns():
+    """The GPU's clock, the same value for all threads of the program: what is decided by it must be decided
+    alike
+    by all, or they would part at the next barrier."""
+    threads = tl.arange(0, cuda.num_threads())
     each = tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l,r", [tl.arange(0, 1024)], dtype=tl.int64, is_pure=False, pack=1
+        "mov.u64 $0, %globaltimer;", "=l,r", [threads], dtype=tl.int64, is_pure=False, pack=1
     )
     return tl.max(each, axis=0)
 
 
 @triton.jit
-def peer_pointer(table, rank):  # type: ignore[no-untyped-def]
+def peer_pointer(table, rank):
     """Where the part of `rank` starts, as a byte pointer."""
     return tl.load(table + rank).to(tl.pointer_type(tl.int8))
 
 
 @triton.jit
-def word_pointer(part, offset_bytes):  # type: ignore[no-untyped-def]
+def word_pointer(part, offset_bytes):
     """The 64-bit word at an offset of a part."""
     return (part + offset_bytes).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def read_word(word, scope: tl.constexpr):  # type: ignore[no-untyped-def]
+def read_word(word, scope: tl.constexpr):
     """Acquire. scope: "gpu" or "sys"."""
     return tl.atomic_add(word, 0, sem="acquire", scope=scope)
 
 
 @triton.jit
-def set_word(word, value, scope: tl.constexpr):  # type: ignore[no-untyped-def]
+def set_word(word, value, scope: tl.constexpr):
     """Release, after what every thread of the program has stored."""
     tl.debug_barrier()
     tl.atomic_xchg(word, value, sem="release", scope=scope)
 
 
 @triton.jit
-def add_to_word(word, value, scope: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_to_word(word, value, scope: tl.constexpr):
     """Release, after what every thread of the program has stored."""
     tl.debug_barrier()
     tl.atomic_add(word, value, sem="release", scope=scope)
 
 
 @triton.jit
-def wait_word(word, wanted, record, timeout_ns, rank, peer, what, index):  # type: ignore[no-untyped-def]
-    """1: the word is at least `wanted`, and what was stored before it is visible. 0: late; the record is written.
+def wait_word(word, wanted, record, timeout_ns, rank, peer, what, index):
+    """1: the word is at least `wanted`, and what was stored before it is visible. 0: late; the record is
+    written.
 
     System scope. `record` points to int32 words: code, rank, peer, what, index, seen, wanted, block.
     """
@@ -81,7 +88,7 @@ def wait_word(word, wanted, record, timeout_ns, rank, peer, what, index):  # typ
 
 
 @triton.jit
-def _write_record(record, rank, peer, what, index, seen, wanted):  # type: ignore[no-untyped-def]
+def _write_record(record, rank, peer, what, index, seen, wanted):
     """The first wait that fails owns the record: code goes 0 -> busy -> 1."""
     if tl.atomic_cas(record, 0, 2, sem="relaxed", scope="sys") == 0:
         tl.store(record + 1, rank)
@@ -96,11 +103,12 @@ def _write_record(record, rank, peer, what, index, seen, wanted):  # type: ignor
 
 
 @triton.jit
-def all_ranks_meet(table, words, count, record, timeout_ns, rank, world_size, what):  # type: ignore[no-untyped-def]
+def all_ranks_meet(table, words, count, record, timeout_ns, rank, world_size, what):
     """A barrier of all ranks, by one program of each at a time.
 
-    `words` is the offset of world_size words in the window that belong to this barrier alone; `count` points to my
-    own count of barriers in device memory, so that replays and eager calls may mix (kernels.ptx has the proof).
+    `words` is the offset of world_size words in the window that belong to this barrier alone; `count`
+    points to my own count of barriers in device memory, so that replays and eager calls may mix
+    (kernels.ptx has the proof).
     """
     epoch = tl.load(count) + 1
     tl.debug_barrier()
