@@ -472,7 +472,6 @@ DEVICE void multiply_step(float (&sum)[HALVES][64], float (&product)[64], uint32
   const Scales now = times_b(scales);
 #pragma unroll
   for (int h = 0; h < HALVES; ++h, a += 64 * 128 / 16) {
-    if (SCALES != MXFP8 && h == 0 && more) load_scales(next, from, tile, p);
 #if SCALES == MXFP8
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -498,6 +497,7 @@ DEVICE void multiply_step(float (&sum)[HALVES][64], float (&product)[64], uint32
 #pragma unroll
     for (int k = 0; k < 4; ++k) wgmma_64x128x32(product, a + 2 * k, b + 2 * k, k > 0);
     WGMMA_COMMIT();
+    if (h == 0 && more) load_scales(next, from, tile, p);  // behind the wgmma: it need not wait for their addresses
     WGMMA_WAIT(0);
     if (h == HALVES - 1 && thread < 2) barrier_arrive_cluster(empty, thread);
 #if SCALES == BLOCKSCALE
