@@ -8,9 +8,11 @@ namespace mori {
 
 namespace {
 
-// Waking an engine on an idle core costs the submitter about 9 us, a copy of 1 MiB out of the cache 23 us (2-core virtual
-// machine, EPYC); the copy itself also runs four times slower on a core that has not got the data.
+// Waking an engine costs the submitter 9 to 30 us, a copy of 1 MiB out of the cache 23 us (2-core virtual machine, EPYC); the
+// copy itself also runs four times slower on a core that has not got the data. Where the ranks leave no core free for
+// engines there is nothing to overlap with, and submitters do more themselves.
 constexpr uint64_t kInlineBytes = 1 << 20;
+constexpr uint64_t kInlineBytesNoFreeCore = 4 << 20;
 constexpr int64_t kSpinNs = 50'000;
 constexpr int64_t kCrowdedSpinNs = 5'000;  // more ranks than cores: 8 on 2 cores were fastest with 2 to 5 us
 
@@ -37,7 +39,9 @@ const Settings& checked(const Settings& settings, size_t num_pages, size_t num_p
 
 Node::Resolved::Resolved(const Settings& given)
     : Settings(given),
-      inline_bytes_used(given.inline_bytes < 0 ? kInlineBytes : static_cast<uint64_t>(given.inline_bytes)) {
+      inline_bytes_used(given.inline_bytes >= 0                ? static_cast<uint64_t>(given.inline_bytes)
+                        : given.world_size >= num_cores() ? kInlineBytesNoFreeCore
+                                                          : kInlineBytes) {
   if (spin_ns < 0) spin_ns = given.world_size > num_cores() ? kCrowdedSpinNs : kSpinNs;
 }
 

@@ -23,7 +23,7 @@ struct Settings {
   int max_queues = 64;
   uint64_t ring_bytes = 256 << 10;
   int64_t spin_ns = -1;  // how long a wait spins before it sleeps; -1: by ranks and cores
-  int64_t inline_bytes = -1;  // what a submitter copies itself; -1: kInlineBytes
+  int64_t inline_bytes = -1;  // what a submitter copies itself; -1: by ranks and cores
 };
 
 // How much a thread that serves a queue takes on: the first packet may move `first` bytes, all together `total`.

@@ -11,7 +11,7 @@ namespace mori {
 namespace {
 
 constexpr Budget kEverything{UINT64_MAX, UINT64_MAX};
-constexpr uint64_t kSliceBytes = 8 << 20;  // of a large copy; between slices the thread looks whether to stop
+constexpr uint64_t kSliceBytes = 32 << 20;  // of a large copy; between slices the thread looks whether to stop
 
 uint64_t cost_of(const mori_sdma_packet& packet) {
   return packet.op == MORI_SDMA_COPY || packet.op == MORI_SDMA_FILL ? packet.nbytes : 0;

@@ -28,6 +28,22 @@ TEST(a_window_above_4_gib_is_sparse_and_exact) {
   for (int i = 0; i < 4096; ++i) CHECK(ranks.bytes(1, 1, 4096)[i] == 0);  // where a 32-bit offset would land
 }
 
+// Above 32 MiB other instructions move the bytes; heads and tails of every alignment must be exact there too.
+TEST(large_copies_at_odd_offsets) {
+  Ranks ranks(2, 64 << 20);
+  Queue& queue = queue_of(ranks[0], 1);
+  const uint64_t nbytes = (32 << 20) + 77;
+  for (uint64_t i = 0; i < nbytes + 64; ++i) *ranks.bytes(0, 0, i) = static_cast<char>(i * 131 % 251);
+  const uint64_t offsets[][2] = {{0, 0}, {1, 0}, {0, 63}, {13, 14}};
+  for (const auto& [to, from] : offsets) {
+    std::memset(ranks.bytes(1, 1, 0), 0x55, nbytes + 128);
+    put(queue, ranks.at(0, 1, 64 + to), ranks.at(0, 0, from), nbytes);
+    queue.quiet(20'000'000'000);
+    CHECK(std::memcmp(ranks.bytes(1, 1, 64 + to), ranks.bytes(0, 0, from), nbytes) == 0);
+    CHECK(*ranks.bytes(1, 1, 63 + to) == 0x55 && *ranks.bytes(1, 1, 64 + to + nbytes) == 0x55);
+  }
+}
+
 TEST(a_copy_above_one_packet_is_cut_into_packets) {
   Ranks ranks(1, (uint64_t{3} << 30));
   Program program(ranks[0].space());
