@@ -158,11 +158,12 @@ class Communicator:
         _live.add(self)
 
     @property
-    def fault_record(self) -> int:
-        """Address of the record that waits in kernels write to when they pass their deadline (device/)."""
+    def fault_record(self) -> torch.Tensor:
+        """The record that waits in kernels write to when they pass their deadline (device/): int32, pinned."""
         if self.backend == "host":
             raise ArgumentError("the host backend runs no kernels: it has no fault record")
-        return int(self.core.record.address)
+        record: torch.Tensor = self.core.record.memory
+        return record
 
     # ---- memory ----
 

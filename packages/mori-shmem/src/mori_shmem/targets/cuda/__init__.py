@@ -59,7 +59,8 @@ def open_fabric(mesh: Mesh, values: Snapshot, num_queues: int, deadline: Deadlin
                 Kernels(),
                 timeout_s=values[TIMEOUT_S],
                 connections=connections,
-                record=FaultRecord(),
+                record=FaultRecord(torch.zeros(8, dtype=torch.int32, pin_memory=True)),
+                landing=torch.zeros(1, dtype=torch.int64, pin_memory=True),
             )
             part = create_part(fabric, CONTROL_BYTES)
             fabric.words = map_window(fabric, part, [], CONTROL_BYTES, deadline)
@@ -78,7 +79,7 @@ def _check_driver(device: torch.device) -> None:
             f"{device}: its driver has no 64-bit stream memory operations, which copy queues need"
         )
     backend = _SymmetricMemory.get_backend(device)
-    if backend != "CUDA":
+    if backend not in (None, "CUDA"):  # None: not chosen yet, and CUDA is the default
         raise TransportInert(
             f"torch's symmetric memory uses {backend!r} here; the cuda target needs 'CUDA': unset "
             f"TORCH_SYMMMEM"

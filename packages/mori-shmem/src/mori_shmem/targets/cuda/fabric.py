@@ -61,6 +61,7 @@ class Fabric:
         timeout_s: float,
         connections: int,
         record: FaultRecord,
+        landing: torch.Tensor,
     ) -> None:
         self.rank, self.world_size = control.rank, control.world_size
         self.queues_per_peer = control.queues_per_peer
@@ -70,7 +71,7 @@ class Fabric:
         self.words: CudaWindow | None = None  # for the device barrier
         self._connections = connections
         self._queues: dict[tuple[int, int], Queue] = {}
-        self._reader = _Reader(calls)
+        self._reader = _Reader(calls, landing)
         self._windows: list[CudaWindow] = []
         self._signalled: int = calls.new_event()  # the newest signal that this rank has sent
         self._lock = threading.Lock()
@@ -296,12 +297,8 @@ class Fabric:
 class _Reader:
     """Reads words of GPU memory on a stream of its own."""
 
-    def __init__(self, calls: Any, memory: Any = None) -> None:
-        if memory is None:
-            import torch
-
-            memory = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._calls, self._memory = calls, memory
+    def __init__(self, calls: Any, landing: torch.Tensor) -> None:
+        self._calls, self._landing = calls, landing  # one pinned word
         self._stream: int = calls.new_stream()
         self._lock = threading.Lock()
         self._given_up = False
@@ -313,11 +310,11 @@ class _Reader:
                 if not self._done_by(deadline):
                     return None
                 self._given_up = False
-            self._calls.fetch(self._stream, self._memory.data_ptr(), address, 8)
+            self._calls.fetch(self._stream, self._landing.data_ptr(), address, 8)
             if not self._done_by(deadline):
                 self._given_up = True
                 return None
-            return int(self._memory.item()) % (1 << 64)
+            return int(self._landing.item()) % (1 << 64)
 
     def _done_by(self, deadline: Deadline) -> bool:
         while not self._calls.is_idle(self._stream):

@@ -9,9 +9,12 @@ so that a kernel whose call has failed is not held up once per flag. Taking the 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mori_shmem.core import CoreError, core_error
+
+if TYPE_CHECKING:
+    import torch
 
 FIELDS = ("code", "rank", "peer", "what", "index", "seen", "wanted", "block")
 BARRIER = 0xB0000  # `what` of the device barrier; ops use small numbers of their own
@@ -19,14 +22,10 @@ _PUBLISHED = 1
 
 
 class FaultRecord:
-    """This rank's record. `address` goes to kernels."""
+    """This rank's record. `memory` (or `address`) goes to kernels."""
 
-    def __init__(self, memory: Any = None) -> None:
-        if memory is None:
-            import torch
-
-            memory = torch.zeros(len(FIELDS), dtype=torch.int32, pin_memory=True)
-        self._memory = memory  # keeps it alive
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
         self.address: int = memory.data_ptr()
         self._words = (ctypes.c_uint32 * len(FIELDS)).from_address(self.address)
 
