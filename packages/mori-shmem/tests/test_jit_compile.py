@@ -51,7 +51,7 @@ def test_a_kernel_that_does_not_compile_shows_the_compilers_words(tmp_path: Path
 
 
 def test_stack_is_found_where_an_array_is_indexed_at_run_time(tmp_path: Path) -> None:
-    text = 'extern "C" __global__ void k(float* x, int i) { float a[64]; for (int j = 0; j < 64; ++j) a[j] = x[j * j]; x[0] = a[i]; }'
+    text = 'extern "C" __global__ void k(float* x, int i) { float a[64]; for (int j = 0; j < 64; ++j) a[j] = x[j * j] * i; for (int j = 0; j < i; ++j) a[(j * i) & 63] += x[j]; x[0] = a[i & 63]; }'
     cubin = build(kernel(tmp_path, text), compiler=compiler_or_skip("nvrtc"), cache=Cache(None))
     assert resources.kernels_of(cubin)["k"].stack_bytes == 256
 
