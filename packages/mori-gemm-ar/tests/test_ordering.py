@@ -129,6 +129,35 @@ def test_a_thousand_small_calls_of_alternating_size():
     assert mori_shmem.run_ranks(many_calls, 3, 3, 250, timeout_s=200) == [[], [], []]
 
 
+def traced(mode):
+    """One call whose bands take 30 ms each; (when each chunk had been copied, when each band began)."""
+    from mori_bench import Trace
+
+    comm = mori_shmem.init("host", timeout_s=20)
+    work = Work(comm, rows=(200,), turns=1)
+    with made(comm, mode, "bf16") as op:
+        op._runner.on_step = lambda step: time.sleep(0.03) if step == "band" else None
+        op.trace = Trace(comm.rank)
+        wrong = work.wrong(op, 200, 0)
+        copied = [span.end_ns for span in op.trace.spans if span.name == "chunk"]
+        bands = [span.start_ns for span in op.trace.spans if span.name.endswith("band")]
+        phases = {span.name: span for span in op.trace.spans if span.lane == "phase"}
+    comm.close()
+    return wrong, sorted(copied), sorted(bands), phases["gemm"].end_ns
+
+
+def test_chunks_leave_while_later_bands_are_computed():
+    # 200 rows on 2 ranks: two bands of 50 rows each for the peer, then two of the rank's own
+    for wrong, copied, bands, gemm_end in mori_shmem.run_ranks(traced, 2, "fused-sdma", timeout_s=60):
+        assert wrong == []
+        assert (len(copied), len(bands)) == (2, 4)
+        assert copied[0] < bands[2]  # the first chunk was there before the rank's own rows were begun
+        assert copied[1] < gemm_end
+    for wrong, copied, _, gemm_end in mori_shmem.run_ranks(traced, 2, "split-sdma", timeout_s=60):
+        assert wrong == []
+        assert copied[0] > gemm_end
+
+
 def two_ops_in_turns(world_size):
     """Two ops on one communicator share its queues, not their flags."""
     comm = mori_shmem.init("host", timeout_s=20)

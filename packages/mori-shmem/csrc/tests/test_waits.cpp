@@ -26,6 +26,33 @@ TEST(a_signal_wakes_a_sleeper) {
   }
 }
 
+// Long asleep, a waiter looks by itself only every 50 ms (barrier) or 10 ms (signal): that it is back sooner is the wake-up.
+// The best of several, because the machine may be busy.
+TEST(sleepers_are_woken_not_found) {
+  Ranks ranks(2);
+  int64_t barrier_ns = INT64_MAX, signal_ns = INT64_MAX;
+  for (uint64_t round = 1; round <= 5; ++round) {
+    int64_t left_ns = 0, woken_ns = 0;
+    std::thread sleeper([&] {
+      ranks[1].barrier(kLong);
+      left_ns = monotonic_ns();
+      ranks[1].wait(ranks.at(1, 1, 0), round, kAtLeast, 0, kLong);
+      woken_ns = monotonic_ns();
+    });
+    sleep_ns(110'000'000);
+    const int64_t entered_ns = monotonic_ns();
+    ranks[0].barrier(kLong);
+    sleep_ns(60'000'000);
+    const int64_t signalled_ns = monotonic_ns();
+    signal(queue_of(ranks[0], 1), ranks.at(0, 1, 0), round);
+    sleeper.join();
+    barrier_ns = std::min(barrier_ns, left_ns - entered_ns);
+    signal_ns = std::min(signal_ns, woken_ns - signalled_ns);
+  }
+  std::printf("  barrier %.3f ms, signal %.3f ms\n", static_cast<double>(barrier_ns) * 1e-6, static_cast<double>(signal_ns) * 1e-6);
+  CHECK(barrier_ns < 2'000'000 && signal_ns < 2'000'000);
+}
+
 TEST(every_comparison_is_unsigned_and_64_bits_wide) {
   Ranks ranks(1);
   const uint64_t where = ranks.at(0, 0, 0), big = uint64_t{1} << 63;

@@ -102,6 +102,5 @@ def _check(window: Window, out: torch.Tensor, partials: int, reduced: int) -> No
     if partials < reduced + reduced_nbytes and reduced < partials + partials_nbytes:
         raise LayoutError(
             f"partials at {partials} ({partials_nbytes} bytes) and reduced at {reduced} ({reduced_nbytes} "
-            "bytes) "
-            "overlap"
+            "bytes) overlap"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from mori_shmem.errors import ArgumentError
 
@@ -41,7 +42,7 @@ FP8_MODE = "fused-sdma"  # the one whose fp8 wires `all` shows without being ask
 class Case:
     """One op to be measured. `given` are the options that were asked for, `options` what they lead to."""
 
-    given: dict[str, object]
+    given: dict[str, Any]
     options: Options
 
     @property
@@ -66,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is measured")
     group.add_argument("--mode", choices=(*MODES, "all"), default="all", help="default: %(default)s")
     group.add_argument("--quant", choices=QUANTS, default="blockscale", help="default: %(default)s")
-    for letter, default, what in (("m", 1024, "rows"), ("n", 2048, "columns"), ("k", 1024, "k of each rank")):
+    for letter, default, what in (("m", 1024, "rows"), ("n", 1536, "columns"), ("k", 768, "k of each rank")):
         group.add_argument(
             f"-{letter}",
             type=int,
@@ -107,13 +108,13 @@ def cases_from(args: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def _case(mode: str, quant: str, given: dict[str, object]) -> Case:
+def _case(mode: str, quant: str, given: dict[str, Any]) -> Case:
     blocks = TABLE.read()[PULL_BLOCKS]
-    options = resolve(mode=mode, quant=quant, default_pull_blocks=blocks, **given)  # type: ignore[arg-type]
+    options = resolve(mode=mode, quant=quant, default_pull_blocks=blocks, **given)
     return Case({"mode": mode, "quant": quant, **given}, options)
 
 
-def _fitting(mode: str, quant: str, given: dict[str, object]) -> dict[str, object]:
+def _fitting(mode: str, quant: str, given: dict[str, Any]) -> dict[str, Any]:
     """Those of the options that this mode can honour, less what is idle without the others."""
     fitting = dict(given)
     while True:

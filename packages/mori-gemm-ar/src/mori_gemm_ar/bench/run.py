@@ -4,7 +4,7 @@
     then
             the checked call, against float64 (check.py)
     time    all cases in turns (mori_bench.measure), operands alternating from call to call
-    check   the checked operands again: the bits must be those from before
+    check   the last timed call had the checked operands: its bits must be those from before
 What lies inside the clock is the op's call as a caller sees it: B is widened, the product made, rows sent and
 received, and the finished matrix is there on this rank. A barrier before each call is outside of it.
 """
@@ -46,7 +46,6 @@ class Contender:
     phases: Callable[[], dict[str, float]] = dict  # microseconds of the last call on this rank
     case: Case | None = None
     op: GemmAllReduce | None = None
-    digest: str = ""
     phase_runs: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -123,7 +122,8 @@ def _contender(
     fault_name: str | None,
     check: Callable[[torch.Tensor, Case | None], Checked],
 ) -> Contender:
-    op = GemmAllReduce(comm, n=problem.n, k=problem.k, m_max=max(1, problem.m), **case.given)  # type: ignore[arg-type]
+
+    op = GemmAllReduce(comm, n=problem.n, k=problem.k, m_max=max(1, problem.m), **case.given)
     fault = mori_bench.Fault(fault_name)
     given = [(fault.input(x.a, comm.rank, comm.world_size), x.b, x.a_scale, x.b_scale) for x in inputs]
 
@@ -162,17 +162,20 @@ def _unfused(
 def _measure(
     comm: mori_shmem.Communicator, contenders: list[Contender], args: argparse.Namespace
 ) -> list[Measured]:
-    """Check, time, check."""
+    """Check, time, check, as the top of the file says."""
     checks = {}
     for contender in contenders:
         contender.call(0)
         checks[contender.label] = contender.check(contender.call(CHECKED))
 
+    last: dict[str, torch.Tensor] = {}
+    first_turn = (CHECKED + args.warmup + args.reps) % TURNS  # so that the last call has the checked operands
+
     def timed(contender: Contender) -> Callable[[], object]:
-        turns = itertools.cycle(range(TURNS))
+        turns = itertools.count(first_turn)
 
         def call() -> None:
-            contender.call(next(turns))
+            last[contender.label] = contender.call(next(turns) % TURNS)
             contender.phase_runs.append(contender.phases())
 
         return call
@@ -186,17 +189,15 @@ def _measure(
     )
     found = []
     for contender in contenders:
-        contender.call(0)
-        again = contender.check(contender.call(CHECKED))
-        before = checks[contender.label]
+        checked, again = checks[contender.label], contender.check(last[contender.label])
         op, case = contender.op, contender.case
         found.append(
             Measured(
                 contender.label,
                 case,
                 timings[contender.label],
-                before,
-                still_right=again.ok and (again.digest == before.digest or case is None),
+                checked,
+                still_right=again.ok and (again.digest == checked.digest or case is None),
                 phases_us=_phase_medians(comm.all_gather(contender.phase_runs[-args.reps :])),
                 window_bytes=op.window_bytes if op else 0,
                 plan=_plan_numbers(op, args.m) if op else {},
