@@ -39,7 +39,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(fn: Callable[..., Any], world_size: int, *args: object, spread: bool = True) -> list[Any]:
     """run_ranks, with one device a rank or all on the first one."""
-    return mori_shmem.run_ranks(_placed, world_size, fn, spread, *args, timeout_s=150)
+    return mori_shmem.run_ranks(_placed, world_size, fn, spread, *args, timeout_s=60)
 
 
 def _placed(fn: Callable[..., Any], spread: bool, *args: object) -> Any:
@@ -125,6 +125,7 @@ def test_rows_words_and_odd_bytes() -> None:
                 assert part in str(late.value)
             with pytest.raises(ArgumentError, match="no clock that agrees"):
                 queue.timestamp(word)
+            comm.signal(window.at(8), 0)
             queue.wait(window.at(8), 1)
             with pytest.raises(PeerTimeout, match="quiet on queue 0 to rank 0"):
                 queue.quiet(timeout_s=0.1)
@@ -367,9 +368,9 @@ def test_SH_5_after_quiet_the_peer_sees_every_byte_whoever_tells_it() -> None:
         import torch
 
         nbytes = 64 << 20
-        numbers = torch.arange(nbytes // 8, device=f"cuda:{int(os.environ['LOCAL_RANK']) % 2}")
-        contents = (numbers, ~numbers)
         with mori_shmem.init(timeout_s=60) as comm:
+            numbers = torch.arange(nbytes // 8, device=comm.device)
+            contents = (numbers, ~numbers)
             window = comm.alloc(2 * nbytes)
             if comm.rank == 0:
                 for i in (0, 1):
@@ -612,8 +613,8 @@ def test_GA_8_a_put_follows_the_callers_stream_and_join_orders_what_comes_after(
                     comm.stream_barrier()
                     got = landing.clone()
                     comm.stream_barrier()
-                assert torch.equal(got.cpu(), torch.full((n,), 100 * i + peer)), i
                 side.synchronize()
+                assert torch.equal(got.cpu(), torch.full((n,), 100 * i + peer)), i
 
     run(rank, 2, spread=spread)
 

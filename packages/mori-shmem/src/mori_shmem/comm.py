@@ -67,9 +67,8 @@ def init(
     num_engines  copy-engine threads of this rank (MORI_SHMEM_ENGINES)
     max_queues   queues that may be used to each peer, at most MORI_SHMEM_QUEUES
     """
-    steps.check_one_of("backend", backend, _BACKENDS)
     values = variables.TABLE.read({TIMEOUT_S: timeout_s, ENGINES: num_engines})
-    target = _target(values[BACKEND] if backend == "auto" else backend)
+    target = _target(backend_of(backend, values))
     num_queues = _checked_queues(max_queues, values)
     place = find_place(rank, world_size, store, group, name, values[TIMEOUT_S])
     generation = register.enter(place, name)
@@ -80,12 +79,19 @@ def init(
         raise
 
 
-def _target(backend: str) -> tuple[str, ModuleType]:
+def backend_of(backend: str, values: Snapshot | None = None) -> str:
+    """The backend that an argument means: what "auto" stands for (MORI_SHMEM_BACKEND), on this machine."""
+    steps.check_one_of("backend", backend, _BACKENDS)
+    if backend == "auto":
+        backend = (values or variables.TABLE.read())[BACKEND]
+    return _what_is_here() if backend == "auto" else backend
+
+
+def _target(chosen: str) -> tuple[str, ModuleType]:
     """The target's name and module."""
-    chosen = _what_is_here() if backend == "auto" else backend
     if chosen not in _TARGETS:
         raise TransportInert(
-            f"backend={backend!r} is not part of this version of mori-shmem; it has: {', '.join(_TARGETS)}"
+            f"backend={chosen!r} is not part of this version of mori-shmem; it has: {', '.join(_TARGETS)}"
         )
     return chosen, importlib.import_module(_TARGETS[chosen])
 
@@ -159,7 +165,8 @@ class Communicator:
 
     @property
     def fault_record(self) -> torch.Tensor:
-        """The record that waits in kernels write to when they pass their deadline (device/): int32, pinned."""
+        """The record that waits in kernels write to when they pass their deadline (device/): int32,
+        pinned."""
         if self.backend == "host":
             raise ArgumentError("the host backend runs no kernels: it has no fault record")
         record: torch.Tensor = self.core.record.memory

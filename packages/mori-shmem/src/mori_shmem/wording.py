@@ -80,7 +80,8 @@ def _timeout(info: dict[str, Any], comm: Communicator, who: str) -> PeerTimeout:
         text += f" for {ranks_text(missing)}, which did not come"
     elif info.get("what") == "kernel":
         text = (
-            f"{who}: a kernel's wait passed its deadline ({_LIMIT}): {info['purpose']} from rank {peer} should "
+            f"{who}: a kernel's wait passed its deadline ({_LIMIT}): {info['purpose']} from rank {peer} "
+            f"should "
             f"have been >= {info['wanted']}; it was {info['seen']} (block {info['block']}). The call that "
             "the kernel belongs to has failed"
         )

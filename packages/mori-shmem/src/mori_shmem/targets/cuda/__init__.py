@@ -25,7 +25,7 @@ from mori_shmem.targets import host
 from mori_shmem.targets.cuda import devices, stream_calls
 from mori_shmem.targets.cuda.fabric import CONTROL_BYTES, Fabric
 from mori_shmem.targets.cuda.fault_record import FaultRecord
-from mori_shmem.targets.cuda.kernels import Kernels
+from mori_shmem.targets.cuda.kernels import kernels_of
 from mori_shmem.targets.cuda.memory import CudaWindow, Group, Part
 from mori_shmem.targets.cuda.queue import Program, Queue
 from mori_shmem.variables import TIMEOUT_S
@@ -56,7 +56,7 @@ def open_fabric(mesh: Mesh, values: Snapshot, num_queues: int, deadline: Deadlin
                 device,
                 Group(mesh, told[0].value[1], deadline),
                 stream_calls,
-                Kernels(),
+                kernels_of(device.index),
                 timeout_s=values[TIMEOUT_S],
                 connections=connections,
                 record=FaultRecord(torch.zeros(8, dtype=torch.int32, pin_memory=True)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from ctypes import c_uint32, c_uint64
 from importlib import resources
@@ -15,6 +16,12 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "barrier": (c_uint64, c_uint64, c_uint64, c_uint64, c_uint32, c_uint32),
     "copy": (c_uint64, c_uint64, c_uint64),  # dst, src, pieces of 16 bytes
 }
+
+
+@functools.cache
+def kernels_of(device: int) -> Kernels:
+    """Loaded once in a process; `device` is current."""
+    return Kernels()
 
 
 class Kernels:
