@@ -20,7 +20,9 @@ from mori_shmem.jit.cache import Cache
 from mori_shmem.jit.compilers import Compiler, CompilerMissing, compiler_named
 
 CUDA = Path(__file__).parent.parent / "src" / "mori_gemm_ar" / "targets" / "cuda"
-REGISTERS_AT_LAUNCH = 168  # 384 threads share 65536; setmaxnreg then gives the consumers 224 and the others 56
+REGISTERS_AT_LAUNCH = (
+    168  # 384 threads share 65536; setmaxnreg then gives the consumers 224 and the others 56
+)
 MOST_STACK_BYTES = 88  # what the couriers spill beside their 56 registers, outside of any loop over k
 
 
@@ -52,7 +54,11 @@ def test_a_variant_compiles_and_its_main_loop_is_clean(name: str, nvrtc: Compile
 def test_both_sides_have_the_same_parameters(tmp_path: Path, nvrtc: Compiler) -> None:
     text = (CUDA / "params.cuh").read_text()
     body = re.sub(r"//.*", "", text[text.index("struct Params {") : text.index("struct alignas(64) Maps")])
-    declared = [name for line in body.split(";") for name in re.findall(r"(\w+)(?:\[[^\]]*\])?\s*(?:,|$)", line.strip())]
+    declared = [
+        name
+        for line in body.split(";")
+        for name in re.findall(r"(\w+)(?:\[[^\]]*\])?\s*(?:,|$)", line.strip())
+    ]
     assert declared == [name for name, _ in Params._fields_]  # type: ignore[misc]
     path = tmp_path / "sizes.cu"
     path.write_text(
@@ -60,7 +66,11 @@ def test_both_sides_have_the_same_parameters(tmp_path: Path, nvrtc: Compiler) ->
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)} && sizeof(Maps) == {ctypes.sizeof(Maps)});\n"
         f"static_assert(MAX_BANDS == {MAX_BANDS});\n"
     )
-    build(Variant("mori-gemm-ar", Source.read(path, [CUDA, cuda_headers()]), (), "sm_90a"), compiler=nvrtc, cache=Cache(None))
+    build(
+        Variant("mori-gemm-ar", Source.read(path, [CUDA, cuda_headers()]), (), "sm_90a"),
+        compiler=nvrtc,
+        cache=Cache(None),
+    )
 
 
 def test_a_divisor_divides() -> None:
@@ -73,7 +83,9 @@ def test_a_divisor_divides() -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("m_max", "n", "num_ranks"), [(16384, 7168, 2), (1000, 320, 3), (17, 7168, 8), (4096, 7168, 1)])
+@pytest.mark.parametrize(
+    ("m_max", "n", "num_ranks"), [(16384, 7168, 2), (1000, 320, 3), (17, 7168, 8), (4096, 7168, 1)]
+)
 def test_regions_do_not_overlap_and_hold_whole_tiles(m_max: int, n: int, num_ranks: int, fp8: bool) -> None:
     regions = regions_for(m_max, n, num_ranks, 256, copies=True, fp8=fp8)
     starts = sorted(regions.offsets.values())

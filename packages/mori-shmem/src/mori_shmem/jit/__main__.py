@@ -22,7 +22,9 @@ from mori_shmem.jit.compilers import compiler_named
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(prog="python -m mori_shmem.jit", description="compile kernels ahead of time into a cache")
+    parser = argparse.ArgumentParser(
+        prog="python -m mori_shmem.jit", description="compile kernels ahead of time into a cache"
+    )
     parser.add_argument("modules", nargs="+", help="modules that offer VARIANTS")
     parser.add_argument("--cache-dir", type=Path, required=True)
     parser.add_argument("--compiler", choices=("nvrtc", "nvcc"), default="nvrtc")
@@ -38,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
             line = f"{name}: {len(cubin)} bytes, {time.monotonic() - start:.1f} s"
             if args.report:
                 used = resources.kernels_of(cubin)
-                line += "".join(f", {k} {u.registers} registers, {u.stack_bytes} bytes of stack" for k, u in used.items())
+                line += "".join(
+                    f", {k} {u.registers} registers, {u.stack_bytes} bytes of stack" for k, u in used.items()
+                )
             print(line, flush=True)
     return 0
 

@@ -14,11 +14,20 @@ from mori_shmem.settings import Setting, SettingsTable
 
 TABLE = SettingsTable("mori-shmem jit")
 COMPILER = TABLE.add(
-    Setting("MORI_JIT_COMPILER", "nvrtc", choices=("nvrtc", "nvcc"), doc="what compiles CUDA kernels at run time")
+    Setting(
+        "MORI_JIT_COMPILER", "nvrtc", choices=("nvrtc", "nvcc"), doc="what compiles CUDA kernels at run time"
+    )
 )
-CACHE = TABLE.add(Setting("MORI_JIT_CACHE", True, doc="keep compiled kernels on disk", same_on_all_ranks=False))
+CACHE = TABLE.add(
+    Setting("MORI_JIT_CACHE", True, doc="keep compiled kernels on disk", same_on_all_ranks=False)
+)
 CACHE_DIR = TABLE.add(
-    Setting("MORI_JIT_CACHE_DIR", "~/.cache/mori/jit", doc="where compiled kernels are kept", same_on_all_ranks=False)
+    Setting(
+        "MORI_JIT_CACHE_DIR",
+        "~/.cache/mori/jit",
+        doc="where compiled kernels are kept",
+        same_on_all_ranks=False,
+    )
 )
 
 

@@ -31,7 +31,14 @@ _DIGEST_BYTES = 32
 
 
 def key_of(
-    source: Source, *, flags: Sequence[str], arch: str, compiler: str, compiler_version: str, package: str, package_version: str
+    source: Source,
+    *,
+    flags: Sequence[str],
+    arch: str,
+    compiler: str,
+    compiler_version: str,
+    package: str,
+    package_version: str,
 ) -> str:
     """Equal for equal ingredients, on any machine."""
     ingredients = {

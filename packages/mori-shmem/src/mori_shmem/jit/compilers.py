@@ -42,7 +42,7 @@ class Compiler(Protocol):
 
 @functools.cache
 def compiler_named(name: str) -> Compiler:
-    """"nvrtc" or "nvcc"."""
+    """ "nvrtc" or "nvcc"."""
     if name == "nvrtc":
         return Nvrtc()
     if name == "nvcc":
@@ -77,7 +77,9 @@ class Nvrtc:
             options = [f"--gpu-architecture={arch}", "--std=c++17", *flags]
             code = self._lib.nvrtcCompileProgram(program, len(options), _strings(options))
             if code:
-                raise CompileError(f"nvrtc {self.version} refused {source.name} {list(flags)} for {arch}:\n{self._log(program)}")
+                raise CompileError(
+                    f"nvrtc {self.version} refused {source.name} {list(flags)} for {arch}:\n{self._log(program)}"
+                )
             return self._text(program, "CUBIN")
         finally:
             self._lib.nvrtcDestroyProgram(byref(program))
@@ -114,7 +116,8 @@ def _load_nvrtc() -> ctypes.CDLL:
         except OSError as e:
             tried.append(f"{path} ({e})")
     raise CompilerMissing(
-        "NVRTC was not found: pip install nvidia-cuda-nvrtc, or set MORI_JIT_COMPILER=nvcc. Tried: " + "; ".join(tried)
+        "NVRTC was not found: pip install nvidia-cuda-nvrtc, or set MORI_JIT_COMPILER=nvcc. Tried: "
+        + "; ".join(tried)
     )
 
 
@@ -134,9 +137,13 @@ class Nvcc:
     def __init__(self) -> None:
         found = shutil.which("nvcc")
         if found is None:
-            raise CompilerMissing("MORI_JIT_COMPILER=nvcc, but no nvcc is on PATH: install a CUDA toolkit, or use nvrtc")
+            raise CompilerMissing(
+                "MORI_JIT_COMPILER=nvcc, but no nvcc is on PATH: install a CUDA toolkit, or use nvrtc"
+            )
         self._path = found
-        said = subprocess.run([found, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        said = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
         version = re.search(r"V(\d+\.\d+\.\d+)", said)
         self.version = version.group(1) if version else said.strip()
 
@@ -145,8 +152,20 @@ class Nvcc:
             for name, text in source.files:
                 Path(folder, name).write_text(text, encoding="utf-8")
             target = f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}"
-            command = [self._path, target, "-cubin", "-O3", "-std=c++17", *flags, "-o", "out.cubin", source.name]
+            command = [
+                self._path,
+                target,
+                "-cubin",
+                "-O3",
+                "-std=c++17",
+                *flags,
+                "-o",
+                "out.cubin",
+                source.name,
+            ]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
             if done.returncode:
-                raise CompileError(f"nvcc {self.version} refused {source.name} {list(flags)} for {arch}:\n{done.stderr}")
+                raise CompileError(
+                    f"nvcc {self.version} refused {source.name} {list(flags)} for {arch}:\n{done.stderr}"
+                )
             return Path(folder, "out.cubin").read_bytes()

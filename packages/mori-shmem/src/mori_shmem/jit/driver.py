@@ -141,7 +141,14 @@ def tensor_map(
     call(
         "cuTensorMapEncodeTiled",
         *[at, code, 2, address, (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(pitch_bytes)],
-        *[(c_uint32 * 2)(box_columns, box_rows), (c_uint32 * 2)(1, 1), 0, 3, 2, 0],  # 128-byte swizzle and L2 lines
+        *[
+            (c_uint32 * 2)(box_columns, box_rows),
+            (c_uint32 * 2)(1, 1),
+            0,
+            3,
+            2,
+            0,
+        ],  # 128-byte swizzle and L2 lines
     )
     made = TensorMap()
     ctypes.memmove(ctypes.addressof(made), at, 128)

@@ -106,7 +106,9 @@ def instructions_of(cubin: bytes, disassembler: str) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([disassembler, "-sass", file.name], capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run(
+            [disassembler, "-sass", file.name], capture_output=True, text=True, check=True, timeout=120
+        )
     return _INSTRUCTION.findall(done.stdout)
 
 

@@ -46,7 +46,7 @@ def _includes_of(name: str, text: str) -> list[str]:
             continue
         if kind == "<":
             raise ArgumentError(
-                f"{name} includes <{included}>: kernels include only their own files, by \"...\", so that the cache "
+                f'{name} includes <{included}>: kernels include only their own files, by "...", so that the cache '
                 "knows all that a cubin was made from"
             )
         found.append(included)

@@ -78,9 +78,15 @@ class Call:
         *,
         grid: int,
         timeout_s: float = 10.0,
+        fault: int | None = None,
+        into: str = "out",
     ) -> None:
+        """`bases` of one rank make it a product alone, whose rows go to the region `into`. `fault`: where a wait that
+        runs out of time is written down, in place of the window's own record."""
         self.m, self.n, self.k = shape
         self._kernel, self._rank, self._bases, self._regions, self._way = kernel, rank, bases, regions, way
+        self._fault, self._into = fault, into
+        self._operands: Operands | None = None
         self.num_ranks = len(bases)
         slice_rows = -(-self.m // self.num_ranks)
         self._start = [min(self.m, r * slice_rows) for r in range(self.num_ranks + 1)]
@@ -91,14 +97,14 @@ class Call:
         self._params = self._make_params(timeout_s)
         self.set_operands(operands)
         self._launch = driver.PreparedLaunch(kernel.function, grid, BLOCK_THREADS, [self._maps, self._params])
-        self._queues = [torch.cuda.Stream() for _ in range(way.num_queues)] if self._copies else []
+        self._queues = [torch.cuda.Stream() for _ in range(way.num_queues if self._copies else 0)]  # type: ignore[no-untyped-call]
 
     @property
     def _copies(self) -> bool:
         return "ce" in (self._way.scatter, self._way.gather) and self.num_ranks > 1
 
     def out(self, rank: int) -> int:
-        return self._bases[rank] + self._regions.offsets["out"]
+        return self._bases[rank] + self._regions.offsets[self._into]
 
     def _make_params(self, timeout_s: float) -> Params:
         p, way, at, bases, me = Params(), self._way, self._regions, self._bases, self._rank
@@ -117,39 +123,77 @@ class Call:
             p_out = self.out(r) + self._start[me] * self.n * 2
             self._maps.out[i] = self._out_map(p_out)
         if way.fp8:
-            sinks = [bases[me] + at.slot("q_staging")] if copies_out else [bases[r] + at.slot("q_inbox", me) for r in others]
+            sinks = (
+                [bases[me] + at.slot("q_staging")]
+                if copies_out
+                else [bases[r] + at.slot("q_inbox", me) for r in others]
+            )
             p.num_q_sinks = len(sinks)
             p.q_sink[: len(sinks)] = sinks
         flavour = "_t" if self._copies else ""
-        listeners = [bases[me] + at.flag("finished")] if copies_out else [bases[r] + at.flag("gathered" + flavour, me) for r in others]
+        listeners = (
+            [bases[me] + at.flag("finished")]
+            if copies_out
+            else [bases[r] + at.flag("gathered" + flavour, me) for r in others]
+        )
         p.num_listeners = len(listeners) if self.num_ranks > 1 else 0
         p.gather_flag[: p.num_listeners] = listeners[: p.num_listeners]
         p.widens = way.fp8
         for r in range(self.num_ranks):
             p.inbox[r], p.q_inbox[r] = bases[me] + at.slot("inbox", r), bases[me] + at.slot("q_inbox", r)
-            p.arrived[r], p.gathered[r] = bases[me] + at.flag("arrived" + flavour, r), bases[me] + at.flag("gathered" + flavour, r)
+            p.arrived[r], p.gathered[r] = (
+                bases[me] + at.flag("arrived" + flavour, r),
+                bases[me] + at.flag("gathered" + flavour, r),
+            )
             if way.scatter == "ce":
-                p.sink[r], p.scatter_flag[r] = bases[me] + at.slot("staging", r), bases[me] + at.flag("ready", r)
+                p.sink[r], p.scatter_flag[r] = (
+                    bases[me] + at.slot("staging", r),
+                    bases[me] + at.flag("ready", r),
+                )
             else:
-                p.sink[r], p.scatter_flag[r] = bases[r] + at.slot("inbox", me), bases[r] + at.flag("arrived" + flavour, me)
+                p.sink[r], p.scatter_flag[r] = (
+                    bases[r] + at.slot("inbox", me),
+                    bases[r] + at.flag("arrived" + flavour, me),
+                )
         p.out = self.out(me)
         for name in ("count", "step", "exits", "tickets", "fault"):
             setattr(p, name, bases[me] + at.offsets[name])
+        if self._fault is not None:
+            p.fault = self._fault
         p.timeout_ns = int(timeout_s * 1e9)
         return p
 
     def _out_map(self, address: int) -> driver.TensorMap:
         rows = max(1, self._start[self._rank + 1] - self._start[self._rank])
-        return driver.tensor_map(address, "bf16", columns=self.n, rows=rows, pitch_bytes=2 * self.n, box_columns=64, box_rows=self._kernel.piece_rows)
+        return driver.tensor_map(
+            address,
+            "bf16",
+            columns=self.n,
+            rows=rows,
+            pitch_bytes=2 * self.n,
+            box_columns=64,
+            box_rows=self._kernel.piece_rows,
+        )
 
     def set_operands(self, operands: Operands) -> None:
         """Where a, b and their scales lie from now on."""
+        if operands == self._operands:
+            return
+        self._operands = operands
         box = dict(box_columns=128, box_rows=128)
         p, a_rows = self._params, self._kernel.tile_rows // 2
         self._maps.a = driver.tensor_map(
-            operands.a, "u8", columns=self.k, rows=self.m, pitch_bytes=operands.a_pitch, box_columns=128, box_rows=a_rows
+            operands.a,
+            "u8",
+            columns=self.k,
+            rows=self.m,
+            pitch_bytes=operands.a_pitch,
+            box_columns=128,
+            box_rows=a_rows,
         )
-        self._maps.b = driver.tensor_map(operands.b, "u8", columns=self.k, rows=self.n, pitch_bytes=operands.b_pitch, **box)
+        self._maps.b = driver.tensor_map(
+            operands.b, "u8", columns=self.k, rows=self.n, pitch_bytes=operands.b_pitch, **box
+        )
         p.a_scale, p.b_scale = operands.a_scale, operands.b_scale
         p.a_scale_pitch, p.b_scale_pitch = operands.a_scale_pitch, operands.b_scale_pitch
 
@@ -187,7 +231,10 @@ class Call:
 
     def _rows_of_band(self, owner: int, band: int) -> tuple[int, int]:
         """(first row of the slice, rows), none past the end."""
-        height, first = self._start[owner + 1] - self._start[owner], band * self._band * self._kernel.tile_rows
+        height, first = (
+            self._start[owner + 1] - self._start[owner],
+            band * self._band * self._kernel.tile_rows,
+        )
         return first, max(0, min(height - first, self._band * self._kernel.tile_rows))
 
     def _tile_bytes(self, first: int, rows: int, half_bytes: int) -> tuple[int, int]:
@@ -196,13 +243,23 @@ class Call:
         row_of_tiles = tile_rows // 64 * (-(-self.n // 256) * 2) * half_bytes
         return first // tile_rows * row_of_tiles, -(-rows // tile_rows) * row_of_tiles
 
-    def _scatter_of(self, owner: int, band: int) -> Iterator[tuple[int, list[tuple[int, int, int]], list[int]]]:
+    def _scatter_of(
+        self, owner: int, band: int
+    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[int]]]:
         first, rows = self._rows_of_band(owner, band)
         if rows:
             at, mine, theirs = self._regions, self._bases[self._rank], self._bases[owner]
             offset, nbytes = self._tile_bytes(first, rows, HALF_BYTES)
-            copy = (theirs + at.slot("inbox", self._rank) + offset, mine + at.slot("staging", owner) + offset, nbytes)
-            yield mine + at.flag("ready", owner) + 4 * band, [copy], [theirs + at.flag("arrived_t", self._rank) + 4 * band]
+            copy = (
+                theirs + at.slot("inbox", self._rank) + offset,
+                mine + at.slot("staging", owner) + offset,
+                nbytes,
+            )
+            yield (
+                mine + at.flag("ready", owner) + 4 * band,
+                [copy],
+                [theirs + at.flag("arrived_t", self._rank) + 4 * band],
+            )
 
     def _gather_of(self, band: int) -> Iterator[tuple[int, list[tuple[int, int, int]], list[int]]]:
         first, rows = self._rows_of_band(self._rank, band)
@@ -213,11 +270,18 @@ class Call:
             theirs = self._bases[(self._rank + d) % self.num_ranks]
             if self._way.fp8:
                 offset, nbytes = self._tile_bytes(first, rows, Q_BYTES)
-                copies.append((theirs + at.slot("q_inbox", self._rank) + offset, mine + at.slot("q_staging") + offset, nbytes))
+                copies.append(
+                    (
+                        theirs + at.slot("q_inbox", self._rank) + offset,
+                        mine + at.slot("q_staging") + offset,
+                        nbytes,
+                    )
+                )
             else:
-                offset, nbytes = at.offsets["out"] + (self._start[self._rank] + first) * self.n * 2, rows * self.n * 2
+                offset, nbytes = (
+                    at.offsets["out"] + (self._start[self._rank] + first) * self.n * 2,
+                    rows * self.n * 2,
+                )
                 copies.append((theirs + offset, mine + offset, nbytes))
             flags.append(theirs + at.flag("gathered_t", self._rank) + 4 * band)
         yield mine + at.flag("finished") + 4 * band, copies, flags
-
-
