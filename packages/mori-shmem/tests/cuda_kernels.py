@@ -15,9 +15,11 @@ from mori_shmem.device.triton import (
 )
 
 
-@triton.jit
-def produce(table, rank, words, value, timeout_ns, record, n: tl.constexpr, chunks: tl.constexpr):  # type: ignore
+@triton.jit(do_not_specialize=["value", "timeout_ms"])  # one variant: loading another may wait for the queues
+# type: ignore
+def produce(table, rank, words, value, timeout_ms, record, n: tl.constexpr, chunks: tl.constexpr):
     """Store a chunk, release its flag, and wait until what the peer sent for it is here."""
+    timeout_ns = timeout_ms.to(tl.int64) * 1000000
     mine = peer_pointer(table, rank)
     data = mine.to(tl.pointer_type(tl.int64))
     for c in range(chunks):

@@ -621,9 +621,8 @@ def test_GA_8_a_put_follows_the_callers_stream_and_join_orders_what_comes_after(
 
 @two_gpus
 def test_a_running_kernel_triggers_its_copies() -> None:
-    """The kernel stores a chunk, releases its flag and goes on; the copy of the first chunk arrives before
-    the
-    kernel has ended."""
+    """The kernel stores a chunk, releases its flag and waits for the peer's copy of the same chunk before it
+    goes on: no copy could come if it had to wait for the end of the kernel."""
 
     def rank(file: str) -> None:
         import torch
@@ -643,9 +642,17 @@ def test_a_running_kernel_triggers_its_copies() -> None:
             table.copy_(torch.tensor(window.addresses))
             landing = window.tensor(n * chunks, torch.int64, 8 * n * chunks)
 
+            # Load the kernel before a queue waits for it; its waits give up at once.
+            produce[(1,)](table, comm.rank, words, 0, 0, comm.fault_record, n, chunks)
+            torch.cuda.synchronize()
+            with pytest.raises(PeerTimeout, match="flag 3/"):
+                comm.check()
+            window.tensor(128, torch.int64, words).zero_()
+            comm.barrier()
+
             def call(start: int) -> None:
                 comm.queue(peer).submit(program)
-                produce[(1,)](table, comm.rank, words, start, 5 * 10**9, comm.fault_record, n, chunks)
+                produce[(1,)](table, comm.rank, words, start, 5000, comm.fault_record, n, chunks)
                 comm.queue(peer).join()
                 comm.stream_barrier()
 

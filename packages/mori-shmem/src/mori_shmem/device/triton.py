@@ -10,6 +10,9 @@ all. `record` is comm.fault_record. A wait that passes its deadline writes into 
 flag, the value seen and the value wanted, and returns 0; the host then raises PeerTimeout (`comm.check`, or
 the next wait).
 
+A kernel that a queue waits for must be loaded before: launch it once, and mark the arguments that change
+with do_not_specialize, for each new variant is another kernel to load (targets/cuda/queue.py says why).
+
 The words are 64 bits; one writer each, growing, or a toggle (targets/cuda/lowering.py has the rules for
 graphs).
 """
@@ -76,6 +79,8 @@ def wait_word(word, wanted, record, timeout_ns, rank, peer, what, index):
     seen = read_word(word, "sys")
     came = seen >= wanted
     waiting = seen < wanted
+    if waiting:  # another wait of this rank has failed: so has the call, and this one need not be waited for
+        waiting = tl.atomic_add(record, 0, sem="relaxed", scope="sys") == 0
     start = now_ns()
     while waiting:
         seen = read_word(word, "sys")

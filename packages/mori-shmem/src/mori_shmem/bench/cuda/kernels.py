@@ -9,7 +9,7 @@ import triton.language as tl
 from mori_shmem.device.triton import peer_pointer, set_word, wait_word, word_pointer
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["turns"])
 def ping_pong(table, count, record, rank, peer, first, timeout_ns, turns):
     """`turns` times: one tells the other and waits for the answer; `count` goes on from launch to launch."""
     mine = word_pointer(peer_pointer(table, rank), 0)

@@ -23,7 +23,7 @@ from mori_shmem.mesh import Mesh
 from mori_shmem.settings import Snapshot
 from mori_shmem.targets import host
 from mori_shmem.targets.cuda import devices, stream_calls
-from mori_shmem.targets.cuda.fabric import CONTROL_BYTES, Fabric
+from mori_shmem.targets.cuda.fabric import CONTROL_BYTES, PROBE_AT, Fabric
 from mori_shmem.targets.cuda.fault_record import FaultRecord
 from mori_shmem.targets.cuda.kernels import kernels_of
 from mori_shmem.targets.cuda.memory import CudaWindow, Group, Part
@@ -32,8 +32,6 @@ from mori_shmem.variables import TIMEOUT_S
 
 if TYPE_CHECKING:
     import torch
-
-_PROBE_AT = CONTROL_BYTES // 2  # behind the words and the counter of the device barrier
 
 
 def open_fabric(mesh: Mesh, values: Snapshot, num_queues: int, deadline: Deadline) -> Fabric:
@@ -51,6 +49,7 @@ def open_fabric(mesh: Mesh, values: Snapshot, num_queues: int, deadline: Deadlin
     control = host.open_fabric(mesh, values, num_queues, deadline)
     try:
         with torch.cuda.device(device):
+            stream_calls.use_context(device.index)
             fabric = Fabric(
                 control,
                 device,
@@ -93,9 +92,9 @@ def _probe(fabric: Fabric) -> None:
     wanted = [1000 + rank for rank in range(fabric.world_size)]
     fabric.barrier()
     for address in fabric.words.addresses:
-        fabric.signal(address + _PROBE_AT + 8 * fabric.rank, wanted[fabric.rank])
+        fabric.signal(address + PROBE_AT + 8 * fabric.rank, wanted[fabric.rank])
     fabric.barrier()
-    seen = [fabric.read(fabric.words.base + _PROBE_AT + 8 * rank) for rank in range(fabric.world_size)]
+    seen = [fabric.read(fabric.words.base + PROBE_AT + 8 * rank) for rank in range(fabric.world_size)]
     missing = [rank for rank in range(fabric.world_size) if seen[rank] != wanted[rank]]
     if missing:
         raise TransportInert(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from mori_shmem.targets.cuda.memory import CudaWindow, Group
 
+_NOTHING_TO_DO = contextlib.nullcontext()
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt, "<=": operator.le, "==": operator.eq,
     "!=": operator.ne, ">=": operator.ge, ">": operator.gt,
@@ -43,8 +44,11 @@ _PAUSE_S = (20e-6, 1e-3)  # first and longest pause between two looks
 _SPIN_S = 100e-6  # looks without a pause
 _DEATH_EVERY_S = 0.01  # how often the peers' processes are looked at
 _DEATH_GRACE_S = 0.25  # work that needs no peer gets this long to finish after one has died
-_ADDRESS_OF_COUNTER = 8 * 1024  # behind the words of the most ranks that there can be
-CONTROL_BYTES = 16 * 1024
+_WORDS_BYTES = 8 * 1024  # of the most ranks that there can be
+# The control window: the ranks' words of the device barrier, my count of barriers, words for the probe.
+_COUNT_AT = _WORDS_BYTES
+PROBE_AT = _COUNT_AT + 256
+CONTROL_BYTES = PROBE_AT + _WORDS_BYTES
 
 
 class Fabric:
@@ -63,6 +67,9 @@ class Fabric:
         record: FaultRecord,
         landing: torch.Tensor,
     ) -> None:
+        import torch
+
+        self._torch: Any = torch
         self.rank, self.world_size = control.rank, control.world_size
         self.queues_per_peer = control.queues_per_peer
         self.timeout_s = timeout_s
@@ -81,25 +88,21 @@ class Fabric:
 
     # ---- where work goes ----
 
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """The device of this fabric is current."""
-        import torch
-
-        with torch.cuda.device(self.device):
-            yield
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """The device of this fabric is current, and so is its context."""
+        if self._torch._C._cuda_getDevice() == self.device.index:
+            self.calls.use_context(self.device.index)
+            return _NOTHING_TO_DO
+        guard: contextlib.AbstractContextManager[Any] = self._torch.cuda.device(self.device)
+        return guard
 
     def callers_stream(self) -> int:
-        """The raw handle of torch's current stream."""
-        import torch
-
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        """The raw handle of torch's current stream. (torch.cuda.current_stream makes an object each time.)"""
+        return int(self._torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def is_capturing(self) -> bool:
         """Whether the caller's stream is being captured in a graph."""
-        import torch
-
-        return bool(torch.cuda.is_current_stream_capturing())
+        return bool(self._torch.cuda.is_current_stream_capturing())
 
     def refuse_in_capture(self, what: str, instead: str) -> None:
         if self.is_capturing():
@@ -203,7 +206,7 @@ class Fabric:
         with self.on_device():
             self.kernels.launch(
                 "barrier", self.callers_stream(),
-                self.words.table, self.words.base + _ADDRESS_OF_COUNTER, limit_ns, self.record.address,
+                self.words.table, self.words.base + _COUNT_AT, limit_ns, self.record.address,
                 self.rank, BARRIER, block=self.world_size,
             )  # fmt: skip
 

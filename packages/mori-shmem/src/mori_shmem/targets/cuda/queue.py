@@ -13,6 +13,11 @@ Captured in a graph, fork and join are edges of the graph, and the same calls gi
 runs in the place of the stream that launches it, not on the queue: `join` before a replay orders earlier
 eager work of the queue before it; work submitted after it comes after it by the fork. Whatever was forked
 has to be joined before the capture ends; CUDA refuses the graph otherwise.
+
+A trap: CUDA loads a kernel when it is first launched, and loading may wait until all streams are idle. If
+one of them waits for a flag that the very kernel is to write, that is for ever. So launch such a kernel
+once, or get its function, before a queue is told to wait for it; `quiet` names the queue where that was
+forgotten.
 """
 
 from __future__ import annotations
@@ -86,17 +91,17 @@ class Queue(_Verbs):
         self._run(program.operations)
 
     def _run(self, operations: Sequence[Operation]) -> None:
-        self._fabric.check_open("queue")
+        fabric, calls, stream = self._fabric, self._calls, self.stream
+        fabric.check_open("queue")
         if not operations:
             return
-        calls, stream = self._calls, self.stream
-        with self._lock, self._fabric.on_device():
-            if self._fabric.is_capturing():
+        with self._lock, fabric.on_device():
+            if fabric.is_capturing():
                 lowering.check_replayable(operations)
             self._fork()
             for name, arguments in self._faults.apply(operations) if self._faults else operations:
                 if name in ("add", "delay"):
-                    self._fabric.kernels.launch(name, stream, *arguments)
+                    fabric.kernels.launch(name, stream, *arguments)
                 else:
                     getattr(calls, name)(stream, *arguments)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
 
 from mori_shmem.errors import TransportInert
 from mori_shmem.jit.driver import DriverError
@@ -37,6 +38,9 @@ class _Copy2D(ctypes.Structure):
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 _SIGNATURES: dict[str, list[object]] = {
     "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
+    "cuCtxGetCurrent": [POINTER(c_void_p)],
+    "cuCtxSetCurrent": [c_void_p],
+    "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
     "cuStreamCreateWithPriority": [POINTER(c_void_p), c_uint, c_int],
     "cuStreamDestroy_v2": [c_void_p],
     "cuStreamQuery": [c_void_p],
@@ -54,26 +58,27 @@ _SIGNATURES: dict[str, list[object]] = {
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def _functions() -> dict[str, Any]:
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise TransportInert(f"no CUDA driver on this machine ({error}): the cuda target needs one") from None
     library.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
+    functions = {"cuGetErrorString": library.cuGetErrorString}
     for name, argument_types in _SIGNATURES.items():
-        function = getattr(library, name)
+        functions[name] = function = getattr(library, name)
         function.argtypes, function.restype = argument_types, c_int
-    return library
+    return functions
 
 
 def _call(name: str, *arguments: object) -> None:
-    code = getattr(_library(), name)(*arguments)
+    code = _functions()[name](*arguments)
     if code:
         raise _failure(name, code)
 
 
 def _asks(name: str, handle: int) -> bool:
-    code = getattr(_library(), name)(handle)
+    code = _functions()[name](handle)
     if code not in (0, _NOT_READY):
         raise _failure(name, code)
     return bool(code == 0)
@@ -81,7 +86,7 @@ def _asks(name: str, handle: int) -> bool:
 
 def _failure(name: str, code: int) -> DriverError:
     words = c_char_p()
-    _library().cuGetErrorString(code, byref(words))
+    _functions()["cuGetErrorString"](code, byref(words))
     return DriverError(f"{name} failed: {code} ({(words.value or b'unknown error').decode()})")
 
 
@@ -93,6 +98,16 @@ def has_64_bit_memops(device: int) -> bool:
     answer = c_int()
     _call("cuDeviceGetAttribute", byref(answer), _HAS_64_BIT_MEMOPS, device)
     return bool(answer.value)
+
+
+def use_context(device: int) -> None:
+    """Make the device's context current in this thread where none is. A new thread has none, and torch gives
+    it one only with the first work."""
+    context = c_void_p()
+    _call("cuCtxGetCurrent", byref(context))
+    if not context.value:
+        _call("cuDevicePrimaryCtxRetain", byref(context), device)
+        _call("cuCtxSetCurrent", context)
 
 
 def new_stream() -> int:
