@@ -26,6 +26,8 @@ TEST(a_window_above_4_gib_is_sparse_and_exact) {
   queue.quiet(5'000'000'000);
   CHECK(std::memcmp(ranks.bytes(1, 1, nbytes - 4096), ranks.bytes(0, 0, 0), 4096) == 0);
   for (int i = 0; i < 4096; ++i) CHECK(ranks.bytes(1, 1, 4096)[i] == 0);  // where a 32-bit offset would land
+  CHECK(error_of([&] { put(queue, ranks.at(0, 1, nbytes - 8), ranks.at(0, 0, 0), 16); }).kind == "out_of_range");
+  CHECK(error_of([&] { put(queue, ranks.at(0, 1, 0), ranks.at(0, 0, 1), nbytes); }).kind == "out_of_range");
 }
 
 // Above 32 MiB other instructions move the bytes; heads and tails of every alignment must be exact there too.

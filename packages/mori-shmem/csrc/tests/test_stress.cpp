@@ -86,6 +86,56 @@ TEST(signals_order_data) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// The same without any call into the core on the reading side, as device code reads: the signal alone must order the data.
+TEST(signals_order_data_for_readers_that_only_load) {
+  Ranks ranks(1, 1 << 20, tight(4096));
+  auto* const flag = reinterpret_cast<uint64_t*>(ranks.at(0, 0, 0));
+  auto* const data = reinterpret_cast<uint64_t*>(ranks.at(0, 0, 4096));
+  auto* const source = reinterpret_cast<uint64_t*>(ranks.at(0, 0, 8192));
+  std::atomic<uint64_t> num_read{0};
+  std::thread reader([&] {
+    for (uint64_t round = 1; round <= 500; ++round) {
+      while (__atomic_load_n(flag, __ATOMIC_ACQUIRE) < round) std::this_thread::yield();
+      for (uint64_t i = 0; i < 64; ++i) CHECK(data[i] == round);
+      num_read.store(round, std::memory_order_release);
+    }
+  });
+  Queue& queue = queue_of(ranks[0], 0);
+  for (uint64_t round = 1; round <= 500; ++round) {
+    while (num_read.load(std::memory_order_acquire) + 1 < round) std::this_thread::yield();
+    for (uint64_t i = 0; i < 64; ++i) source[i] = round;
+    const bool add = round % 2;
+    submit(queue, [&](Program& p) {
+      p.put(ranks.at(0, 0, 4096), ranks.at(0, 0, 8192), 512);
+      p.signal(ranks.at(0, 0, 0), add ? 1 : round, add ? SignalOp::kAdd : SignalOp::kSet);
+    });
+  }
+  reader.join();
+}
+
+// Two submitters meet again and again; whoever finds the queue taken leaves, and nobody helps afterwards.
+TEST(no_packet_is_forgotten) {
+  Ranks ranks(2, 4096, tight(4096));
+  Queue& queue = queue_of(ranks[0], 1);
+  std::atomic<uint64_t> num_submitted{0};
+  std::vector<std::thread> issuers;
+  for (int issuer = 0; issuer < 2; ++issuer)
+    issuers.emplace_back([&] {
+      for (uint64_t round = 1; round <= 10000; ++round) {
+        signal(queue, ranks.at(0, 1, 0), 1, SignalOp::kAdd);
+        ++num_submitted;
+        while (num_submitted < 2 * round) std::this_thread::yield();
+        const int64_t end_ns = monotonic_ns() + 10'000'000'000;
+        while (queue.completed_bytes() < round * 64) {
+          CHECK(monotonic_ns() < end_ns);
+          std::this_thread::yield();
+        }
+      }
+    });
+  for (std::thread& issuer : issuers) issuer.join();
+  CHECK(ranks[1].read(ranks.at(1, 1, 0)) == 20000);
+}
+
 TEST(queues_and_engines_under_load) {
   Ranks ranks(2, 16 << 20, tight(2048, 2));
   std::vector<std::thread> issuers;
