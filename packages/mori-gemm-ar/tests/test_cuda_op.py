@@ -1,4 +1,4 @@
-"""The op on GPUs, every mode against the exact bytes (GA-1), between graphs and eager calls (GA-5), on a side stream (GA-8).
+"""The op on GPUs: every mode against the exact bytes (GA-1), graphs between eager calls (GA-5, GA-8).
 
 Run with `tools/gpu_run pytest -m gpu packages/mori-gemm-ar`.
 """
@@ -10,7 +10,7 @@ import pytest
 import torch
 from mori_gemm_ar import GemmAllReduce
 
-SHAPES = (  # ragged in every way: a slice of 9 and of 8 rows, one row in the last tile, n and k that are no multiples of 128
+SHAPES = (  # slices of 9 and of 8 rows; one row in the last tile; n and k that are no multiples of 128
     (17, 7168, 2048),
     (129, 384, 2048),
     (130, 320, 320),

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mori_shmem.jit import Source, Variant, build, cuda_headers, faults, resources
+from mori_shmem.jit import Source, Variant, build, cuda_headers, resources
 from mori_shmem.jit.__main__ import main
 from mori_shmem.jit.cache import Cache
 from mori_shmem.jit.compilers import CompileError, Compiler, CompilerMissing, compiler_named
@@ -51,7 +51,12 @@ def test_a_kernel_that_does_not_compile_shows_the_compilers_words(tmp_path: Path
 
 
 def test_stack_is_found_where_an_array_is_indexed_at_run_time(tmp_path: Path) -> None:
-    text = 'extern "C" __global__ void k(float* x, int i) { float a[64]; for (int j = 0; j < 64; ++j) a[j] = x[j * j] * i; for (int j = 0; j < i; ++j) a[(j * i) & 63] += x[j]; x[0] = a[i & 63]; }'
+    text = """extern "C" __global__ void k(float* x, int i) {
+      float a[64];
+      for (int j = 0; j < 64; ++j) a[j] = x[j * j] * i;
+      for (int j = 0; j < i; ++j) a[(j * i) & 63] += x[j];
+      x[0] = a[i & 63];
+    }"""
     cubin = build(kernel(tmp_path, text), compiler=compiler_or_skip("nvrtc"), cache=Cache(None))
     assert resources.kernels_of(cubin)["k"].stack_bytes == 256
 
@@ -89,11 +94,3 @@ def test_the_cache_is_filled_ahead_of_time(
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("a file is in the way")
     assert main(["--cache-dir", str(tmp_path / "cache"), "some_variants"]) == 1
-
-
-def test_a_fault_record_in_words() -> None:
-    record = b"".join(word.to_bytes(4, "little") for word in (1, 0, 3, 2, 7, 4, 5, 60))
-    assert faults.describe(record, {2: "gathered"}) == (
-        "rank 0 waited for rank 3 in block 60 of its kernel: gathered[7] was 4, wanted 5"
-    )
-    assert faults.describe(bytes(32), {}) is None

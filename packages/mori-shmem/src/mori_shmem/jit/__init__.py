@@ -1,12 +1,15 @@
 """CUDA C++ compiled when it is needed, kept on disk, launched through the driver.
 
-    variant = Variant("mori-gemm-ar", Source.read(folder / "gemm.cu", [cuda_headers()]), ("-DHALVES=2",), "sm_90a")
+    variant = Variant("mori-gemm-ar", Source.read(folder / "gemm.cu", [cuda_headers()]), ("-DHALVES=2",),
+    "sm_90a")
     cubin = build(variant)                                      # from the cache, or compiled into it
     function = driver.Module(cubin).function("gemm_allreduce", shared_bytes=213_000)
     driver.PreparedLaunch(function, grid=132, block=384, args=[...]).launch(stream)
 
-Where to read:  source.py (what a kernel consists of)   compilers.py (NVRTC, nvcc)   cache.py (the key, the files)
-                driver.py (modules, launches, tensor maps, stream operations)          resources.py (what a cubin uses)
+Where to read:  source.py (what a kernel consists of)   compilers.py (NVRTC, nvcc)   cache.py (the key, the
+files)
+                driver.py (modules, launches, tensor maps, stream operations)          resources.py (what a
+                cubin uses)
 `python -m mori_shmem.jit --help` fills a cache on a machine without a GPU.
 """
 

@@ -2,7 +2,8 @@
 
     python -m mori_shmem.jit --cache-dir DIR mori_gemm_ar.targets.cuda.variants [--compiler nvcc] [--report]
 
-Each module named offers `VARIANTS`, an iterable of (name, Variant). Ship DIR and set MORI_JIT_CACHE_DIR to it: a run with
+Each module named offers `VARIANTS`, an iterable of (name, Variant). Ship DIR and set MORI_JIT_CACHE_DIR to
+it: a run with
 the same package versions and compiler then compiles nothing.
 """
 

@@ -1,14 +1,19 @@
 """Compiled kernels on disk, safe for any number of processes.
 
-The key is a hash of all that a cubin depends on and of nothing else: every file's text, flags, compiler and its
+The key is a hash of all that a cubin depends on and of nothing else: every file's text, flags, compiler and
+its
 version, architecture, package and its version. Not of paths, times, or the environment.
 
-A file holds a magic line, the digest of what follows, and the cubin. It is written beside its place and renamed into
-it, so a reader sees all of it or nothing; a file whose digest does not match (a torn disk, a killed writer of another
-version) is made again. One process compiles a missing key while others wait at a lock; a lock that cannot be had
+A file holds a magic line, the digest of what follows, and the cubin. It is written beside its place and
+renamed into
+it, so a reader sees all of it or nothing; a file whose digest does not match (a torn disk, a killed writer
+of another
+version) is made again. One process compiles a missing key while others wait at a lock; a lock that cannot
+be had
 costs a second compilation, never correctness.
 
-A cache that cannot be written (read-only, no home) is reported once at WARNING, and the process compiles for itself.
+A cache that cannot be written (read-only, no home) is reported once at WARNING, and the process compiles
+for itself.
 """
 
 from __future__ import annotations
@@ -128,7 +133,8 @@ class Cache:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             _LOG.warning(
-                "compiled kernels cannot be kept in %s (%s): each process compiles for itself; set MORI_JIT_CACHE_DIR to a "
+                "compiled kernels cannot be kept in %s (%s): each process compiles for itself; set "
+                "MORI_JIT_CACHE_DIR to a "
                 "folder that can be written, or MORI_JIT_CACHE=off",
                 self.folder,
                 error,

@@ -1,6 +1,7 @@
-"""The compilers: NVRTC, the library that comes with torch's CUDA wheels, and nvcc where it is asked for by name.
+"""The compilers: NVRTC, which comes with torch's CUDA wheels, and nvcc where it is asked for by name.
 
-Both take all files as text and give a cubin. A compiler that is not there raises CompilerMissing when it is made,
+Both take all files as text and give a cubin. A compiler that is not there raises CompilerMissing when it is
+made,
 with what would bring it; there is no silent change from one to the other.
 """
 
@@ -78,7 +79,8 @@ class Nvrtc:
             code = self._lib.nvrtcCompileProgram(program, len(options), _strings(options))
             if code:
                 raise CompileError(
-                    f"nvrtc {self.version} refused {source.name} {list(flags)} for {arch}:\n{self._log(program)}"
+                    f"nvrtc {self.version} refused {source.name} {list(flags)} for {arch}:\n"
+                    f"{self._log(program)}"
                 )
             return self._text(program, "CUBIN")
         finally:
@@ -105,7 +107,8 @@ def _strings(texts: Sequence[str] | Iterator[str]) -> ctypes.Array[c_char_p]:
 
 
 def _load_nvrtc() -> ctypes.CDLL:
-    """The newest NVRTC among torch's wheels and the loader's path. Its builtins lie beside it and are loaded first,
+    """The newest NVRTC among torch's wheels and the loader's path. Its builtins lie beside it and are loaded
+    first,
     since NVRTC looks them up by their bare name."""
     tried = []
     for path in _nvrtc_candidates():

@@ -1,8 +1,11 @@
 """The CUDA driver: modules, tensor maps, prepared launches, and the stream memory operations.
 
-One table of entry points, filled when first used; a machine without a driver gets an answer, not a crash. A launch
-happens in two steps: `PreparedLaunch(...)` builds grid, block and argument buffers once; `launch(stream)` is a single
-call into the driver. What changes between calls is patched in the argument structs themselves (they are ctypes objects).
+One table of entry points, filled when first used; a machine without a driver gets an answer, not a crash. A
+launch
+happens in two steps: `PreparedLaunch(...)` builds grid, block and argument buffers once; `launch(stream)`
+is a single
+call into the driver. What changes between calls is patched in the argument structs themselves (they are
+ctypes objects).
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ def call(name: str, *args: object) -> None:
 
 
 class Module:
-    """A loaded cubin. The current context must be the device's (torch makes it when a tensor is put there)."""
+    """A loaded cubin. The current context must be the device's (torch makes it with the first tensor)."""
 
     def __init__(self, cubin: bytes) -> None:
         self._handle = c_void_p()

@@ -1,6 +1,7 @@
 """What a compiled kernel uses, read from the cubin, and what its main loop holds, read from its disassembly.
 
-Registers and stack stand in the ELF's `.nv.info` section. Spills show as stack, and in the disassembly as LDL and STL.
+Registers and stack stand in the ELF's `.nv.info` section. Spills show as stack, and in the disassembly as
+LDL and STL.
 The disassembler is NVIDIA's; Triton's wheel carries one, so most installations have it.
 """
 

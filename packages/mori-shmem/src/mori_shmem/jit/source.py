@@ -1,6 +1,7 @@
 """What a kernel consists of: its file and every file that it includes, as text.
 
-Only names as they are written in `#include "..."` are kept, no paths: the same sources in another checkout are
+Only names as they are written in `#include "..."` are kept, no paths: the same sources in another checkout
+are
 the same kernel. All files are handed to the compiler as strings, so that what was hashed is what is compiled.
 """
 
@@ -46,8 +47,8 @@ def _includes_of(name: str, text: str) -> list[str]:
             continue
         if kind == "<":
             raise ArgumentError(
-                f'{name} includes <{included}>: kernels include only their own files, by "...", so that the cache '
-                "knows all that a cubin was made from"
+                f'{name} includes <{included}>: kernels include only their own files, by "...", so that the '
+                "cache knows all that a cubin was made from"
             )
         found.append(included)
     return found

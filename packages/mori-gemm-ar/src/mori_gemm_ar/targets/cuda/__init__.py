@@ -1,4 +1,5 @@
-"""NVIDIA Hopper: one CUDA C++ kernel whose epilogue is the all-reduce (gemm.cu), over torch's symmetric memory."""
+"""NVIDIA Hopper: one CUDA C++ kernel whose epilogue is the all-reduce (gemm.cu), over torch's symmetric
+memory."""
 
 from mori_gemm_ar.targets.cuda.gemm import Gemm
 from mori_gemm_ar.targets.cuda.limits import DEFAULT_PULL_BLOCKS, MAX_BAND_ROWS, ROW_MULTIPLE, why_not

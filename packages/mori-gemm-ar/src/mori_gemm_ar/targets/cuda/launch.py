@@ -1,9 +1,11 @@
 """Launches of the GEMM kernel: its arguments for a shape and a way to communicate, and the copies around it.
 
-    scatter  "lsa": tiles go straight into the owners' inboxes     "ce": staged here, copy engines take a band at a time
+    scatter  "lsa": tiles go straight into the owners' inboxes     "ce": staged here, copy engines take a
+             band at a time
     gather   "lsa": finished tiles go straight to every rank       "ce": copy engines take a band at a time
 
-The copies are queued before the kernel: wait until the band's flag is 1, copy, set the peer's flag; the band's flags are cleared
+The copies are queued before the kernel: wait until the band's flag is 1, copy, set the peer's flag; the
+band's flags are cleared
 at the end. Nothing in them depends on the call, so the same works eagerly and in a captured graph.
 """
 
@@ -14,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from mori_shmem.jit import driver
 
 from mori_gemm_ar.targets.cuda.params import MAX_BANDS, Divisor, Maps, Params
 from mori_gemm_ar.targets.cuda.regions import HALF_BYTES, Q_BYTES, Regions
-from mori_shmem.jit import driver
 
 BLOCK_THREADS = 384
 
@@ -81,8 +83,10 @@ class Call:
         fault: int | None = None,
         into: str = "out",
     ) -> None:
-        """`bases` of one rank make it a product alone, whose rows go to the region `into`. `fault`: where a wait that
-        runs out of time is written down, in place of the window's own record."""
+        """`bases` of one rank make it a product alone, whose rows go to the region `into`.
+
+        fault  where a wait that runs out of time is written down, in place of the window's own record
+        """
         self.m, self.n, self.k = shape
         self._kernel, self._rank, self._bases, self._regions, self._way = kernel, rank, bases, regions, way
         self._fault, self._into = fault, into
@@ -180,7 +184,7 @@ class Call:
         if operands == self._operands:
             return
         self._operands = operands
-        box = dict(box_columns=128, box_rows=128)
+        box = {"box_columns": 128, "box_rows": 128}
         p, a_rows = self._params, self._kernel.tile_rows // 2
         self._maps.a = driver.tensor_map(
             operands.a,

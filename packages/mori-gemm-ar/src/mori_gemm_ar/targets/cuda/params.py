@@ -1,4 +1,5 @@
-"""`params.cuh` in ctypes: the same fields in the same order. The kernel's own sizeof is compared when it is loaded."""
+"""`params.cuh` in ctypes: the same fields in the same order. The kernel's own sizeof is compared when it is
+loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ MAX_BANDS = 128
 
 
 class Divisor(ctypes.Structure):
-    """x / d for 0 <= x < 2^31 as a multiplication: multiplier = ceil(2^(32 + shift) / d), 2^shift >= d / 2."""
+    """x / d for 0 <= x < 2^31 as a product: multiplier = ceil(2^(32 + shift) / d), 2^shift >= d / 2."""
 
     _fields_ = [("multiplier", c_uint), ("shift", c_uint)]
 

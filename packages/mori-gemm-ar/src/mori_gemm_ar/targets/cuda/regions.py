@@ -1,10 +1,13 @@
 """Where the cuda target's buffers and flags lie in the window, in bytes. Pure integers.
 
-    arrived, gathered       u32 [source][band]: "source's partial tiles (finished rows) of this band are here", an epoch
+    arrived, gathered       u32 [source][band]: "source's partial tiles (finished rows) of this band are
+                            here", an epoch
     arrived_t, gathered_t   the same, 0 or 1: set by copy engines, cleared by who used it
     ready, finished         u32 [owner][band], [band]: my tiles are staged, a copy may start; 0 or 1
-    count, step, exits, tickets   the kernel's own counters; fault: what a wait that ran out of time leaves (signal.cuh)
-    inbox     [source] partial tiles of my slice, bf16, as images of the kernel's staging: a band is one run of bytes
+    count, step, exits, tickets   the kernel's own counters; fault: what a wait that ran out of time leaves
+    (signal.cuh)
+    inbox     [source] partial tiles of my slice, bf16, as images of the kernel's staging: a band is one run
+              of bytes
     staging   [owner]  the same, waiting for a copy engine
     q_inbox   [source] finished tiles as e4m3 codes, 64 x 128 of them and then 64 scales
     q_staging the same of my slice, waiting for a copy engine
@@ -61,7 +64,8 @@ def regions_for(
     split: bool = False,
     communicates: bool = True,
 ) -> Regions:
-    """`copies`: copy engines carry tiles; `fp8`: finished rows travel as fp8; `split`: the sums are made after the GEMM."""
+    """`copies`: copy engines carry tiles; `fp8`: finished rows travel as fp8; `split`: the sums are made
+    after the GEMM."""
     slice_rows = -(-m_max // num_ranks)
     halves = -(-slice_rows // tile_rows) * (tile_rows // HALF_ROWS) * (-(-n // (2 * TILE_COLUMNS)) * 2)
     flags, tiles, codes = num_ranks * MAX_BANDS * 4, halves * HALF_BYTES, halves * Q_BYTES

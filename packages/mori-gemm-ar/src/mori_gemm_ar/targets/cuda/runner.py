@@ -56,8 +56,8 @@ class Runner:
     ) -> None:
         if options.gather_dtype == "fp8" and not options.mode.startswith("fused"):
             raise UnsupportedShape(
-                f"mode={options.mode!r} with gather_dtype='fp8' is not part of the cuda target: quantising is in the fused "
-                "kernel's epilogue; use mode='fused-lsa' or 'fused-sdma'"
+                f"mode={options.mode!r} with gather_dtype='fp8' is not part of the cuda target: "
+                "quantising is in the fused kernel's epilogue; use mode='fused-lsa' or 'fused-sdma'"
             )
         self._comm, self._window, self._layout, self._options = comm, window, layout, options
         self._tile_rows = _tile_rows(m_max, comm.world_size)
@@ -80,7 +80,8 @@ class Runner:
         scatter = "ce" if options.mode == "fused-sdma" else "lsa"
         gather = "ce" if options.gather_transport == "sdma" else "lsa"
         if "ce" in (scatter, gather):  # few large copies: each costs some 5 us beside its bytes
-            chunk_rows = -(-(-(-m // self._comm.world_size)) // (options.chunks or 8))
+            slice_rows, chunks = -(-m // self._comm.world_size), options.chunks or 8
+            chunk_rows = -(-slice_rows // chunks)
             return Way(scatter, gather, fp8, chunk_rows, None, 2 * (options.sdma_queues or 1))
         return Way(scatter, gather, fp8, limits.FP8_BAND_ROWS if fp8 else limits.BF16_BAND_ROWS, limits.LAG)
 
@@ -107,7 +108,7 @@ class Runner:
     def run(
         self, plan: Plan, number: int, partials: Any, *, timed: bool = False
     ) -> tuple[torch.Tensor, list[Any]]:
-        """(the finished rows, a view of the window; no spans: the host does not wait for what it enqueues)."""
+        """(the finished rows, a view of the window; no spans: the host does not wait for it)."""
         self._comm.core.check()  # what a kernel of an earlier call has left
         m = plan.problem.m
         if not isinstance(partials, Partials):  # a self-test's constant

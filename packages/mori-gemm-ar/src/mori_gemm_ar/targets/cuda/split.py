@@ -2,14 +2,20 @@
 
 On rank r with peers p, each having its partial sums in C:
   1. r writes 1 to c_ready[r] of every p, waits for its own c_ready[p], and clears them
-  2. r adds its slice of all C, in rank order in fp32, and rounds once, into its output (it reads the peers' C in place)
-  3. sdma: copies its slice to every p, then sets slice_ready[r] there. lsa: sets slice_ready[r] there, and once all its own
+  2. r adds its slice of all C, in rank order in fp32, and rounds once, into its output (it reads the peers'
+  C in place)
+  3. sdma: copies its slice to every p, then sets slice_ready[r] there. lsa: sets slice_ready[r] there, and
+  once all its own
      slice_ready[p] have come, copies the peers' slices. Then it clears them.
-The waits and writes are the stream's front end's; nothing depends on the call, so the same is captured in a graph.
+The waits and writes are the stream's front end's; nothing depends on the call, so the same is captured in a
+graph.
 
-c_ready of the next call cannot come before r has cleared this one's: p ends this call only after r's slice_ready, which r
-writes behind the clearing; slice_ready of the next call takes r's next c_ready. C is overwritten when its owner has every
-slice_ready, so all have added it. An output is written by peers when its owner has announced its next C, so behind its
+c_ready of the next call cannot come before r has cleared this one's: p ends this call only after r's
+slice_ready, which r
+writes behind the clearing; slice_ready of the next call takes r's next c_ready. C is overwritten when its
+owner has every
+slice_ready, so all have added it. An output is written by peers when its owner has announced its next C, so
+behind its
 readers on the owner's stream.
 """
 

@@ -8,7 +8,7 @@
 #pragma once
 #include "types.cuh"
 
-struct Fault {   // 32 bytes, read by the host (mori_shmem.jit.faults)
+struct Fault {   // 32 bytes, read by the host (mori_shmem.targets.cuda.fault_record)
   unsigned code;  // 0: none, 1: a flag did not come in time
   unsigned rank, peer, what, index, seen, wanted, block;
 };
