@@ -1,6 +1,6 @@
 """The op beside what one would pick instead, in one run on NVIDIA GPUs:
 
-    tools/gpu_run python -m torch.distributed.run --standalone --nproc_per_node=2 -m mori_gemm_ar.bench.cuda_compare
+    tools/gpu_run python -m torch.distributed.run --nproc_per_node=2 -m mori_gemm_ar.bench.cuda_compare
 
 How it measures: each row is a CUDA graph of 4 calls. Repetitions go over all rows in turn, forwards and
 backwards; ranks meet before each; a repetition's time is the slowest rank's, the first one is dropped, the
