@@ -13,6 +13,7 @@
 namespace mori_sim {
 namespace {
 
+constexpr const char* kMemoryName = "mori-sim-memory";
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kTrailerMagic = 0x6d656d6972696f6dull;
 constexpr uint8_t kReadWrite = 3;
@@ -54,7 +55,7 @@ BackingPtr AddressSpace::create(uint64_t nbytes, int home, bool uncached) {
   backing->nbytes = nbytes;
   backing->home = home;
   backing->uncached = uncached;
-  backing->fd = memfd_create("mori-sim device memory", MFD_CLOEXEC);
+  backing->fd = memfd_create(kMemoryName, MFD_CLOEXEC);
   if (backing->fd < 0) fail_system("memfd_create");
   const Trailer trailer{kTrailerMagic, nbytes, home, uncached};
   if (ftruncate(backing->fd, static_cast<off_t>(pages(nbytes) + kPage)) != 0 ||
@@ -302,6 +303,7 @@ bool AddressSpace::resolve_lent(int device, uint64_t address, Region* region) {
       char mode[8] = "";
       if (std::sscanf(line, "%llx-%llx %7s", &begin, &end, mode) != 3 || mode[0] != 'r' || mode[2] == 'x') continue;
       if (std::strstr(line, "[v") != nullptr) continue;  // vvar, vdso, vsyscall
+      if (std::strstr(line, kMemoryName) != nullptr) continue;  // the rest of a device allocation's last page is nobody's
       const bool writable = mode[1] == 'w';
       auto last = lent_.empty() ? lent_.end() : std::prev(lent_.end());
       if (last != lent_.end() && last->second.first == begin && last->second.second == writable) last->second.first = end;

@@ -58,7 +58,29 @@ std::vector<int> visible_devices(int num_devices) {
   return devices;
 }
 
+// NAME-HASH.hsaco, so that versions of one kernel lie side by side and the same one is written once.
+void save_code(const std::string& folder, const std::string& kernel, const uint8_t* bytes, size_t nbytes) {
+  uint64_t hash = 1469598103934665603ull;
+  for (size_t i = 0; i < nbytes; ++i) hash = (hash ^ bytes[i]) * 1099511628211ull;
+  char name[32];
+  std::snprintf(name, sizeof name, "-%08x.hsaco", static_cast<unsigned>(hash ^ hash >> 32));
+  const std::string path = folder + "/" + kernel + name, unfinished = path + "." + std::to_string(getpid());
+  std::FILE* file = std::fopen(unfinished.c_str(), "we");
+  if (file == nullptr || std::fwrite(bytes, 1, nbytes, file) != nbytes) std::fprintf(stderr, "mori-sim: cannot write %s\n", unfinished.c_str());
+  if (file != nullptr) std::fclose(file);
+  std::rename(unfinished.c_str(), path.c_str());
+}
+
 }  // namespace
+
+int& last_error() {
+  thread_local int code = kSuccess;
+  return code;
+}
+std::map<uint64_t, uint64_t>& opened_ipc() {
+  static auto* opened = new std::map<uint64_t, uint64_t>();
+  return *opened;
+}
 
 // ---------------------------------------------------------------------------------------------- life
 Node& Node::instance() {
@@ -144,6 +166,7 @@ Module* Node::load_module(const void* image, size_t nbytes) {
     throw ApiError(kInvalidImage, error.what());
   }
   const CodeObject& object = module->object;
+  if (!settings.save_code.empty() && !object.kernels.empty()) save_code(settings.save_code, object.kernels[0].name, bytes, nbytes);
   module->address = memory.allocate(object.image_nbytes(), current_device(), false, RangeKind::code);
   auto* placed = reinterpret_cast<uint8_t*>(module->address);
   object.place(placed, module->address);

@@ -61,6 +61,10 @@ struct Module {
 
 class CopyEngines;
 
+// State of the HIP door that must not exist once for each name under which the door was loaded.
+int& last_error();                              // of this thread
+std::map<uint64_t, uint64_t>& opened_ipc();     // address handed out -> start of the mapping it lies in
+
 class Node {
  public:
   static Node& instance();  // starts nothing; throws std::invalid_argument for a bad setting

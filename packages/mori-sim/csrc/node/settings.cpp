@@ -56,6 +56,7 @@ Settings read_settings() {
   s.machine.mfma_order = static_cast<Options::MfmaOrder>(choice("MORI_SIM_MFMA_ORDER", 0, {"exact", "sequential", "blocked"}));
   s.machine.fp8_saturates = choice("MORI_SIM_FP8_SATURATES", 0, {"0", "1"}) == 1;
   if (const char* file = std::getenv("MORI_SIM_REPORT")) s.report_file = file;
+  if (const char* folder = std::getenv("MORI_SIM_SAVE_CODE")) s.save_code = folder;
   s.abort_on_fault = choice("MORI_SIM_ON_FAULT", 0, {"abort", "error"}) == 0;
   s.watchdog_s = number("MORI_SIM_WATCHDOG_S", s.watchdog_s, 0.1, 1e6);
   s.lend_host_memory = choice("MORI_SIM_HOST_MEMORY", 0, {"lend", "refuse"}) == 0;

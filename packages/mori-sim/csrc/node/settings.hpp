@@ -12,6 +12,7 @@ struct Settings {
   int num_devices = 1;             // MORI_SIM_DEVICES
   Options machine;                 // MORI_SIM_COHERENCE, _SCHEDULE, _SEED, _SLICE, _DELAY_RANK, _MFMA_ORDER, _FP8_SATURATES
   std::string report_file;         // MORI_SIM_REPORT: one JSON object a line, appended
+  std::string save_code;           // MORI_SIM_SAVE_CODE: a folder that gets a copy of every loaded code object
   bool abort_on_fault = true;      // MORI_SIM_ON_FAULT = abort | error
   double watchdog_s = 120;         // MORI_SIM_WATCHDOG_S: a kernel in which nothing moves for so long is stuck
   bool lend_host_memory = true;    // MORI_SIM_HOST_MEMORY = lend | refuse: ordinary process memory as device memory

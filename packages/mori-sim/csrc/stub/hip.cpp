@@ -21,8 +21,6 @@ using namespace mori_sim;
 
 namespace {
 
-thread_local int t_last_error = kSuccess;
-
 // Runs one call's body; what it throws becomes the code that is returned and remembered.
 template <class Body>
 int guarded(const char* name, Body body) {
@@ -41,7 +39,7 @@ int guarded(const char* name, Body body) {
     code = kOutOfMemory;
     std::fprintf(stderr, "mori-sim: %s: %s\n", name, error.what());
   }
-  if (code != kSuccess) t_last_error = code;
+  if (code != kSuccess) last_error() = code;
   return code;
 }
 #define HIP(name, ...) return guarded(name, [&] __VA_ARGS__)
@@ -79,11 +77,6 @@ static_assert(sizeof(AllocationProperties) == 32 && sizeof(AccessDescription) ==
 constexpr uint64_t kIpcMagic = 0x6d6f72692d697063ull;
 constexpr int kTypePinned = 1, kTypeUncached = 0x40000000, kHandleNone = 0, kHandleFd = 1, kLocationDevice = 1;
 constexpr uint64_t kGranularity = 2 << 20;
-
-std::map<uint64_t, uint64_t>& opened_ipc() {  // address handed out -> start of the mapping it lies in
-  static auto* opened = new std::map<uint64_t, uint64_t>();
-  return *opened;
-}
 
 const char* error_name(int code) {
   switch (code) {
@@ -284,10 +277,10 @@ const char* hipGetErrorName(int code) { return error_name(code); }
 const char* hipGetErrorString(int code) { return error_name(code); }
 int hipDrvGetErrorName(int code, const char** text) { *text = error_name(code); return kSuccess; }
 int hipDrvGetErrorString(int code, const char** text) { *text = error_name(code); return kSuccess; }
-int hipPeekAtLastError() { return node().sticky_code() != 0 ? node().sticky_code() : t_last_error; }
+int hipPeekAtLastError() { return node().sticky_code() != 0 ? node().sticky_code() : last_error(); }
 int hipGetLastError() {
   const int code = hipPeekAtLastError();
-  t_last_error = kSuccess;
+  last_error() = kSuccess;
   return code;
 }
 
