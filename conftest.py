@@ -1,0 +1,38 @@
+"""Shared by every package's tests: what hardware is here, counted without importing torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def num_gpus_here() -> int:
+    """GPUs of this host by their device nodes: NVIDIA's, else the KFD nodes that have compute units."""
+    nvidia = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()]
+    if nvidia:
+        return len(nvidia)
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    return sum("simd_count 0\n" not in p.read_text() for p in nodes)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--num-gpus", type=int, default=None, help="use at most this many GPUs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    limit = config.getoption("--num-gpus")
+    here = num_gpus_here()
+    usable = here if limit is None else min(limit, here)
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark is not None and mark.args[0] > usable:
+            reason = f"needs {mark.args[0]} GPUs, {usable} usable, {here} here"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """`pytest -m gpu` with nothing to collect yet is a skip, not a failure."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("-m") == "gpu":
+        session.exitstatus = pytest.ExitCode.OK

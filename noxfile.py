@@ -1,0 +1,144 @@
+"""Everything that checks this repository: `nox` runs lint and tests, `nox -l` lists the rest.
+
+Each package is tested in an environment that holds only what that package declares, so that a
+forgotten dependency shows. `nox --no-venv` uses the environment it is started from instead: on an AMD
+host that is the one whose torch is the ROCm build.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
+PYTHONS = ["3.11", "3.12", "3.13"]
+THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.download_python = "never"
+nox.options.error_on_missing_interpreters = False
+nox.options.sessions = ["lint", f"tests-{THIS_PYTHON}"]
+
+per_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
+
+SMOKE = {  # what must run from the wheel alone, away from the sources
+    "mori-bench": ["mori-bench", "--help"],
+    "mori-shmem": ["python", "-m", "mori_shmem.smoke"],
+    "mori-gemm-ar": [
+        *["mori-gemm-ar-bench", "--world-size", "2", "--mode", "all"],
+        *["-m", "65", "-n", "256", "-k", "256", "--reps", "2"],
+    ],
+}
+
+
+def sync(session: nox.Session, *args: str) -> None:
+    """Bring the session's environment to what uv.lock says; with --no-venv keep the caller's."""
+    if session.venv_backend == "none":
+        return
+    here = session.virtualenv.location
+    session.run_install(
+        "uv", "sync", "--locked", f"--python={here}", *args, env={"UV_PROJECT_ENVIRONMENT": here}
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, mypy --strict on every package's src, and the checks of the workspace itself."""
+    sync(session, "--group=lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy", *(f"packages/{p}/src" for p in PACKAGES))
+    session.run("pytest", "-q", "tests", "-m", "not docs")
+
+
+@nox.session(python=PYTHONS)
+@per_package
+def tests(session: nox.Session, package: str) -> None:
+    """One package's tests, with what it declares and nothing else."""
+    sync(session, f"--package={package}", "--all-extras", "--group=dev")
+    session.run("pytest", f"packages/{package}/tests", *session.posargs)
+
+
+def gpu_tests(session: nox.Session, num_gpus: int) -> None:
+    sync(session, "--all-packages", "--group=dev")
+    session.run("pytest", "-m", "gpu", f"--num-gpus={num_gpus}", "packages", *session.posargs)
+
+
+@nox.session(name="test-8gpu", tags=["gpu"])
+def test_8gpu(session: nox.Session) -> None:
+    """Every test marked gpu, for a node of 8; skipped with the reason where GPUs are missing."""
+    gpu_tests(session, 8)
+
+
+@nox.session(name="test-2gpu", tags=["gpu"])
+def test_2gpu(session: nox.Session) -> None:
+    """The tests marked gpu that two GPUs can run."""
+    gpu_tests(session, 2)
+
+
+@nox.session(python=PYTHONS, reuse_venv=False)
+def build(session: nox.Session) -> None:
+    """sdist -> wheel -> clean environment for each package -> import -> smoke run -> uninstall."""
+    dist = Path(session.create_tmp(), "dist")
+    session.run_install(
+        *["uv", "build", "--all-packages", f"--python={session.python}", f"--out-dir={dist}", "--clear"],
+        external=True,
+    )
+    away = Path(session.create_tmp(), "away")
+    away.mkdir(exist_ok=True)
+    for package in PACKAGES:
+        (wheel,) = dist.glob(f"{package.replace('-', '_')}-*.whl")
+        env = away / package
+        shutil.rmtree(env, ignore_errors=True)
+        session.run("uv", "venv", "-q", f"--python={session.python}", str(env), external=True)
+        vars_ = {"VIRTUAL_ENV": str(env), "PATH": f"{env}/bin{os.pathsep}{os.environ['PATH']}"}
+        pip = ("uv", "pip")
+        session.run(*pip, "install", "-q", f"--find-links={dist}", str(wheel), external=True, env=vars_)
+        session.run(*pip, "check", external=True, env=vars_)
+        with session.chdir(away):
+            name = package.replace("-", "_")
+            session.run("python", "-I", "-c", f"import {name}", external=True, env=vars_)
+            session.run(*SMOKE[package], external=True, env=vars_)
+        session.run(*pip, "uninstall", "-q", package, external=True, env=vars_)
+        installed = env.glob(f"lib/python*/site-packages/{name}/**/*")
+        left = [p for p in installed if p.is_file() and p.suffix != ".pyc"]
+        if left:
+            session.error(f"uninstalling {package} leaves {left}")
+        shutil.rmtree(env)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Runs every command and Python block of README.md and docs/ that needs no special hardware."""
+    sync(session, "--all-packages", "--group=dev")
+    session.run("pytest", "-q", "tests/test_docs.py", *session.posargs)
+
+
+@nox.session(name="bench-smoke")
+def bench_smoke(session: nox.Session) -> None:
+    """Every package's bench entry point, at its default size for this machine."""
+    sync(session, "--all-packages", "--group=dev")
+    session.run("mori-shmem-bench")
+    session.run("mori-gemm-ar-bench")
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """The C++ tests of mori-shmem's core under ThreadSanitizer and under Address+UBSanitizer."""
+    if session.venv_backend != "none":
+        session.install("cmake>=3.18", "ninja")
+    for kind in ("thread", "address"):
+        tree = ROOT / "build" / f"sanitize-{kind}"
+        session.run(
+            *["cmake", "-G", "Ninja", "-S", "packages/mori-shmem", "-B", str(tree)],
+            *["-DMORI_SHMEM_TESTS=ON", f"-DMORI_SANITIZE={kind}"],
+            external=True,
+        )
+        session.run("cmake", "--build", str(tree), "-j2", external=True)
+        session.run("ctest", "--test-dir", str(tree), "--output-on-failure", external=True)
