@@ -144,8 +144,10 @@ struct Machine::Impl {
     uint32_t* rows = w.rows;
     w.rows = rows;
     std::memset(w.s, 0, sizeof w.s);
-    std::memset(rows, 0, 256 * kLanes * 4);
-    std::memset(rows + 256 * kLanes, 0, 256 * kLanes * 4);
+    // Only what the kernel was given is touched: the rest of the mapping stays unbacked.
+    const unsigned arch = std::min(256u, std::min(k.rows_per_wave, ((d.rsrc3 & 63) + 1) * 4)), acc = std::min(256u, k.rows_per_wave - std::min(arch, k.rows_per_wave));
+    std::memset(rows, 0, (d.rsrc3 ? arch : std::min(256u, k.rows_per_wave)) * kLanes * 4);
+    std::memset(rows + 256 * kLanes, 0, (d.rsrc3 ? acc : std::min(256u, k.rows_per_wave)) * kLanes * 4);
     w.mask_of = ~0ull;
     std::memset(w.lane_mask, 0xff, sizeof w.lane_mask);
     w.pc = d.entry + k.pc_bias;

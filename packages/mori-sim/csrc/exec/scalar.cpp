@@ -325,7 +325,6 @@ const std::unordered_map<std::string, RunFn>& table() {
       {"s_cbranch_execz", branch<5>}, {"s_cbranch_execnz", branch<6>}, {"s_barrier", barrier}, {"s_waitcnt", wait},
       {"s_sleep", sleep}, {"s_setprio", nop}, {"s_trap", trap}, {"s_icache_inv", nop}, {"s_incperflevel", nop},
       {"s_decperflevel", nop}, {"s_ttracedata", nop}, {"s_endpgm_saved", endpgm}, {"s_set_valu_coexec_mode", nop},
-      {"s_sethalt", nop}, {"s_sendmsg", nop},
   };
   return t;
 }

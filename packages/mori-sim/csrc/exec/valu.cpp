@@ -259,7 +259,7 @@ void run_general(Wave& w, const Op& op) {
   c.d = w.ctx->out;
   {
     RoundingScope scope(w, info.dst.type == '-' ? info.src0.type : info.dst.type);
-    if (info.dst.type == 'q') {  // v_pk_{fma,mul,add}_f32: the f32 kernel on each half
+    if (info.dst.type == 'q' && info.format == Format::vop3p) {  // v_pk_{fma,mul,add}_f32: the f32 kernel on each half
       k.fn(c);
       LaneCall h = c;
       h.a = c.a + kLanes;

@@ -77,7 +77,7 @@ std::string source(const Op& op, int k) {
     bool sext = op.ext >> (k ? 27 : 19) & 1;
     if (sext) return "sext(" + s + ")";
   }
-  if (!floats || op.info->format == Format::vop3p) return s;
+  if (!floats || op.info->format == Format::vop3p || has(op.info->name, "bitop3")) return s;
   if (op.abs >> k & 1) s = "|" + s + "|";
   if (op.neg >> k & 1) s = "-" + s;
   return s;
@@ -171,9 +171,7 @@ std::string valu_text(const Op& op) {
     s += bit_list("op_sel", v, n + (op.dst != kNoOperand ? 1 : 0));
   }
   if (i.format == Format::vop3 && has(i.name, "bitop3")) {
-    unsigned table = op.abs | 0u;
-    table = (op.omod | 0u) << 6 | (op.abs & 7u) << 3 | (op.neg & 7u);
-    s = s.substr(0, s.size());
+    const unsigned table = static_cast<unsigned>(op.omod) << 6 | (op.abs & 7u) << 3 | (op.neg & 7u);
     return s + print(" bitop3:0x%x", table);
   }
   s += output_modifiers(op);

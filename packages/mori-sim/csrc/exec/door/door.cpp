@@ -1,5 +1,5 @@
-#include "exec/door/door.hpp"
-
+// Python's way to the decoder and to a bare machine over NumPy arrays: for instruction tests and the bench.
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <map>
@@ -120,8 +120,6 @@ py::list opcodes() {
 
 const char* state_name(Machine::State s) { return s == Machine::State::idle ? "idle" : s == Machine::State::running ? "running" : "fault"; }
 
-}  // namespace
-
 void bind_exec(py::module_& m) {
   m.def("decode_at", &decode_at, py::arg("code"), py::arg("offset") = 0);
   m.def("opcodes", &opcodes);
@@ -185,4 +183,7 @@ void bind_exec(py::module_& m) {
       .def("memory_released", [](BareMachine& b, uint64_t a, uint64_t n) { b.machine.memory_released(a, n); });
 }
 
+}  // namespace
 }  // namespace mori_sim
+
+PYBIND11_MODULE(_exec, m) { mori_sim::bind_exec(m); }
