@@ -130,6 +130,7 @@ std::string dpp_text(const Op& op) {
 std::string valu_text(const Op& op) {
   const OpInfo& i = *op.info;
   std::string s = i.name;
+  if (starts(i.name, "v_mad_mix")) s.replace(2, 3, "fma");  // LLVM's name on this target
   bool vop3 = i.format == Format::vop3 || i.format == Format::vop3sd;
   bool only3 = vop3 && i.opcode >= 448;  // no 32-bit form exists, so LLVM has no _e64 suffix
   if (i.format == Format::vop3sd && i.opcode >= 480) only3 = true;
@@ -193,7 +194,7 @@ std::string mfma_text(const Op& op) {
     s += bit_list("op_sel", op.opsel & 3u, 3) + bit_list("op_sel_hi", op.opsel_hi, 3);
   }
   if (op.cbsz) s += print(" cbsz:%u", op.cbsz);
-  if (op.abid) s += print(" abid:%u", op.abid);
+  if (op.abid && !f8f6f4) s += print(" abid:%u", op.abid);
   if (op.blgp) {
     if (has(i.name, "_f64")) s += bit_list("neg", op.blgp, 3);
     else s += print(" blgp:%u", op.blgp);
