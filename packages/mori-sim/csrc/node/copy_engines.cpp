@@ -238,7 +238,7 @@ void CopyEngines::fault(CopyQueue& queue, const mori_sdma_fault& bad) {
       text += line;
     }
   }
-  if (bad.nbytes > 0) text += "\n  access of " + std::to_string(bad.nbytes) + " bytes: " + node_.memory.describe(bad.address);
+  if (bad.nbytes > 0) text += "\n  access of " + std::to_string(bad.nbytes) + " bytes: " + node_.memory.describe_access(queue.device, bad.address, bad.nbytes);
   *queue.error = 1;
   node_.fail(kIllegalAddress, text);
 }

@@ -333,6 +333,14 @@ bool AddressSpace::covers(int device, uint64_t address, uint64_t nbytes, uint8_t
   return true;
 }
 
+std::string AddressSpace::describe_access(int device, uint64_t address, uint64_t nbytes) {
+  std::lock_guard lock(mutex_);
+  Region region;
+  uint64_t at = address;
+  while (at - address < nbytes && resolve(device, at, &region)) at = region.end;
+  return describe(at);
+}
+
 bool AddressSpace::reserved(uint64_t address) const {
   std::lock_guard lock(mutex_);
   auto next = reservations_.upper_bound(address);

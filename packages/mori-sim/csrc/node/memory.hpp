@@ -81,6 +81,7 @@ class AddressSpace : public Memory {
   bool reserved(uint64_t address) const;    // inside of a reservation, mapped or not
   bool lent(uint64_t address);              // ordinary memory of this process that kernels may use
   std::string describe(uint64_t address) const;
+  std::string describe_access(int device, uint64_t address, uint64_t nbytes);  // of the first byte out of reach
   uint64_t used_nbytes(int home) const { return used_[home]; }
 
   bool resolve(int device, uint64_t address, Region* region) override;

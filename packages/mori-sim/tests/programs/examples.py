@@ -80,8 +80,8 @@ def wait_for_host():
     """The kernel spins until a host thread raises the last flag."""
     flags, seen = mori_sim.empty(3, dtype=torch.int32, uncached=True), mori_sim.zeros(3, dtype=torch.int32)
     flags.copy_(torch.tensor([5, 6, 4]))
-    stream = hip.stream().value
-    peer.awaiter(3)(flags.data_ptr(), 5, seen.data_ptr(), stream=stream)
+    stream, launch = hip.stream().value, peer.awaiter(3)  # held: a launcher that is dropped unloads its module, which waits
+    launch(flags.data_ptr(), 5, seen.data_ptr(), stream=stream)
     time.sleep(0.1)
     assert mori_sim.pending()
     threading.Timer(0.05, lambda: flags.fill_(9)).start()
@@ -96,10 +96,11 @@ def wait_for_kernel():
     flags, seen = mori_sim.zeros(1, dtype=torch.int32), mori_sim.zeros(1, dtype=torch.int32)
     slot_table, flag_table = mori_sim.tensor([slot.data_ptr()]), mori_sim.tensor([flags.data_ptr()])
     first, second = hip.stream().value, hip.stream().value
-    peer.awaiter(1)(flags.data_ptr(), 3, seen.data_ptr(), stream=first)
+    wait, push = peer.awaiter(1), peer.pusher(row_bytes, False)
+    wait(flags.data_ptr(), 3, seen.data_ptr(), stream=first)
     time.sleep(0.05)
     assert mori_sim.pending()
-    peer.pusher(row_bytes, False)(*addresses(source, slot_table, flag_table), 0, row_bytes, 3, 1, 1, stream=second)
+    push(*addresses(source, slot_table, flag_table), 0, row_bytes, 3, 1, 1, stream=second)
     mori_sim.synchronize()
     assert seen.item() == 3
     same(slot, source)
