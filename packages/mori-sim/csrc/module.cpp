@@ -17,18 +17,23 @@ std::vector<uint8_t> bytes_of(const py::bytes& data) {
   return {view.begin(), view.end()};
 }
 
+// Names come from a file that may hold anything.
+py::str shown(const std::string& text) {
+  return py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
 py::dict kernel_dict(const KernelInfo& k) {
   py::list arguments;
   for (const auto& a : k.arguments) {
     py::dict d;
-    d["name"] = a.name;
+    d["name"] = shown(a.name);
     d["offset"] = a.offset;
     d["nbytes"] = a.nbytes;
-    d["kind"] = a.kind;
+    d["kind"] = shown(a.kind);
     arguments.append(d);
   }
   py::dict d;
-  d["name"] = k.name;
+  d["name"] = shown(k.name);
   d["arguments"] = arguments;
   d["kernarg_nbytes"] = k.kernarg_nbytes;
   d["lds_nbytes"] = k.lds_nbytes;
@@ -60,10 +65,10 @@ py::list describe(const py::bytes& data, bool with_code) {
     unsigned nbytes = 4;
     for (uint64_t pc = k.entry_offset; with_code && pc + 4 <= k.entry_offset + k.code_nbytes; pc += nbytes) {
       const std::string text = code.text(pc, &nbytes);
-      lines.append(py::make_tuple(pc, nbytes, text, code.category(pc), code.unsupported(pc)));
+      lines.append(py::make_tuple(pc, nbytes, shown(text), code.category(pc), shown(code.unsupported(pc))));
     }
     d["code"] = lines;
-    d["target"] = object.target;
+    d["target"] = shown(object.target);
     kernels.append(d);
   }
   return kernels;

@@ -26,10 +26,19 @@ class Outcome:
         return {line.split()[1] for line in self.output.splitlines() if line.startswith("ok ")}
 
 
-def run_program(*arguments: object, options: tuple[str, ...] = (), timeout_s: float = 120, **variables: str) -> Outcome:
+def run_program(
+    *arguments: object, options: tuple[str, ...] = (), timeout_s: float = 120, **variables: str
+) -> Outcome:
     command = [sys.executable, "-m", "mori_sim", "run", *options, "--", sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=PROGRAMS, env=os.environ | variables, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, timeout=timeout_s)  # fmt: skip
+    done = subprocess.run(
+        command,
+        cwd=PROGRAMS,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
     return Outcome(done.returncode, done.stdout)
 
 
@@ -55,4 +64,6 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Examples:
     if importlib.util.find_spec("flydsl") is None:
         pytest.skip("flydsl is not installed: pip install 'mori-sim[flydsl]'")
     code = tmp_path_factory.mktemp("code")
-    return Examples(run_program("examples.py", options=("--devices", "8", "--save-code", str(code)), timeout_s=200), code)
+    return Examples(
+        run_program("examples.py", options=("--devices", "8", "--save-code", str(code)), timeout_s=200), code
+    )

@@ -3,9 +3,20 @@
 import pytest
 
 NAMES = (
-    "quantise", "sum_slices", "push", "push_set", "wait_for_host", "wait_for_kernel", "post",
-    "matmul_wide", "matmul_narrow", "matmul_tracked", "matmul_async", "matmul_mixed", "matmul_mixed_atom",
-)  # fmt: skip
+    "quantise",
+    "sum_slices",
+    "push",
+    "push_set",
+    "wait_for_host",
+    "wait_for_kernel",
+    "post",
+    "matmul_wide",
+    "matmul_narrow",
+    "matmul_tracked",
+    "matmul_async",
+    "matmul_mixed",
+    "matmul_mixed_atom",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -19,6 +30,10 @@ def test_the_run_ends_well(examples):
 
 @pytest.mark.parametrize("schedule", ["rr", "random"])
 def test_all_kernels_are_exact_and_unreported_in_strict_mode(program, examples, schedule):
-    outcome = program("examples.py", options=("--devices", "8", "--coherence", "strict", "--schedule", schedule, "--seed", "7"), timeout_s=200)
+    outcome = program(
+        "examples.py",
+        options=("--devices", "8", "--coherence", "strict", "--schedule", schedule, "--seed", "7"),
+        timeout_s=200,
+    )
     assert outcome.ok() == set(NAMES), outcome.output
     assert outcome.code == 0, outcome.output

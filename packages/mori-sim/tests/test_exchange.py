@@ -1,6 +1,7 @@
-"""Eight processes, each one simulated device, exchange through VMM windows: by copy engines and by kernels."""
+"""Eight processes, a device each, exchange through VMM windows: by copy engines and by kernels."""
 
 RANKS = 8
+IMPATIENT = "import exchange, sys; exchange.DEADLINE_S = 2; sys.exit(exchange.main())"
 
 
 def all_ranks(outcome):
@@ -13,8 +14,15 @@ def test_copy_engines_carry_every_block_between_eight_processes(program):
 
 
 def test_late_and_reordered_copies_still_land_before_their_signal(program):
-    outcome = program("exchange.py", "sdma", RANKS, 3, options=("--devices", str(RANKS), "--seed", "5"),
-                      MORI_SIM_LAZY_COPIES="1", MORI_SIM_COPY_DELAY_US="1500")  # fmt: skip
+    outcome = program(
+        "exchange.py",
+        "sdma",
+        RANKS,
+        3,
+        options=("--devices", str(RANKS), "--seed", "5"),
+        MORI_SIM_LAZY_COPIES="1",
+        MORI_SIM_COPY_DELAY_US="1500",
+    )
     assert all_ranks(outcome), outcome.output
 
 
@@ -32,7 +40,8 @@ def test_the_push_kernel_publishes_what_it_signals(program, examples):
 
 
 def test_an_engine_that_never_runs_is_noticed_by_the_receiver(program):
-    outcome = program("-c", "import exchange, sys; exchange.DEADLINE_S = 2; sys.exit(exchange.main())", "sdma", 2, 1,
-                      options=("--devices", "2"), MORI_SIM_MISSING_ENGINES="0xffff")  # fmt: skip
+    outcome = program(
+        "-c", IMPATIENT, "sdma", 2, 1, options=("--devices", "2"), MORI_SIM_MISSING_ENGINES="0xffff"
+    )
     assert outcome.code != 0
     assert "no signal 1 from ranks" in outcome.output

@@ -32,7 +32,9 @@ def test_a_kernel_fault_aborts_with_its_story(program, examples, kind):
 @pytest.mark.parametrize("kind", KERNEL_FAULTS)
 def test_a_kernel_fault_can_be_a_sticky_error_instead(program, examples, kind):
     kernel, code, *_ = KERNEL_FAULTS[kind]
-    outcome = program("faults.py", kind, examples.code_object(kernel), options=("--devices", "2"), MORI_SIM_ON_FAULT="error")
+    outcome = program(
+        "faults.py", kind, examples.code_object(kernel), options=("--devices", "2"), MORI_SIM_ON_FAULT="error"
+    )
     assert f"returned {code}" in outcome.output
     assert outcome.code == 70, outcome.output
 
@@ -47,25 +49,39 @@ def test_a_bad_packet_aborts_with_its_dwords(program, kind):
 
 def test_a_stuck_kernel_is_described(program, examples, tmp_path):
     report = tmp_path / "report.jsonl"
-    outcome = program("faults.py", "stuck", examples.code_object("await_flags"), options=("--report", str(report)),
-                      MORI_SIM_WATCHDOG_S="1", MORI_SIM_ON_FAULT="error")  # fmt: skip
+    outcome = program(
+        "faults.py",
+        "stuck",
+        examples.code_object("await_flags"),
+        options=("--report", str(report)),
+        MORI_SIM_WATCHDOG_S="1",
+        MORI_SIM_ON_FAULT="error",
+    )
     assert "returned 702" in outcome.output
     assert outcome.code == 70
     entries = [json.loads(line) for line in report.read_text().splitlines()]
     story = next(e["text"] for e in entries if e["kind"] == "fault")
     assert "await_flags_0" in story
-    assert "global_load" in story  # what the wave polls with
+    assert "polls 0x" in story
+    assert "saw 0x0" in story  # the flag's value, which should have been 41
 
 
 def test_ordinary_memory_can_be_refused(program, examples):
-    lend = "import ctypes, faults, hip; b = ctypes.create_string_buffer(8192); faults.sum_slices(faults.Path({!r}), ctypes.addressof(b), 512, hip.malloc(512), 32)"
-    text = lend.format(str(examples.code_object("sum_slices")))
+    text = f"""
+import ctypes, faults, hip
+ordinary = ctypes.create_string_buffer(8192)
+code = faults.Path({str(examples.code_object("sum_slices"))!r})
+faults.sum_slices(code, ctypes.addressof(ordinary), 512, hip.malloc(512), 32)
+"""
     assert program("-c", text).code == 0
     outcome = program("-c", text, options=("--host-memory", "refuse"))
     assert outcome.code == ABORTED, outcome.output
 
 
-@pytest.mark.parametrize(("name", "value"), [("MORI_SIM_DEVICES", "9"), ("MORI_SIM_COPY_DELAY_US", "soon"), ("MORI_SIM_MFMA_ORDER", "fast")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MORI_SIM_DEVICES", "9"), ("MORI_SIM_COPY_DELAY_US", "soon"), ("MORI_SIM_MFMA_ORDER", "fast")],
+)
 def test_a_bad_setting_is_named(program, name, value):
     # MORI_SIM_DEVICES is set by `run` itself, so it is set again below it.
     code = f"import os; os.environ[{name!r}] = {value!r}; import hip; print(hip.code_of('hipInit', 0))"

@@ -1,4 +1,4 @@
-"""Whatever bytes arrive as packets or as code, the process ends by itself, in bounded time, with a clear fault or well."""
+"""Whatever bytes arrive as packets or code: the process ends by itself, soon, well or with a clear fault."""
 
 OPTIONS = ("--host-memory", "refuse")
 QUIET = {"MORI_SIM_ON_FAULT": "error", "MORI_SIM_WATCHDOG_S": "1"}

@@ -71,6 +71,18 @@ void save_code(const std::string& folder, const std::string& kernel, const uint8
   std::rename(unfinished.c_str(), path.c_str());
 }
 
+// A kernel's fault names an access of N bytes at an address: the node knows what lies there, or next to it.
+std::string with_place(const std::string& fault, AddressSpace& memory) {
+  const size_t where = fault.find(" bytes at 0x"), who = fault.find(", device ");
+  if (where == std::string::npos || who == std::string::npos) return fault;
+  const size_t number = fault.rfind(' ', where - 1) + 1;
+  const uint64_t nbytes = std::strtoull(fault.c_str() + number, nullptr, 10);
+  const uint64_t address = std::strtoull(fault.c_str() + where + 10, nullptr, 16);
+  const int device = std::atoi(fault.c_str() + who + 9);
+  if (device < 0 || device >= kMaxDevices) return fault;
+  return fault + "\n  " + memory.describe_access(device, address, nbytes);
+}
+
 }  // namespace
 
 int& last_error() {
@@ -356,12 +368,11 @@ void Node::run_machine() {
   const Machine::State state = machine_->run(settings.delayed() ? settings.machine.slice : kSlice);
   collect_reports();
   if (state == Machine::State::fault) {
-    std::string text = machine_->fault();
+    const std::string text = with_place(machine_->fault(), memory);
     machine_->clear_fault();
-    fail(text.find("0x") != std::string::npos && text.find("mapped") != std::string::npos ? kIllegalAddress : kLaunchFailure, text);
+    fail(text.find(" bytes at 0x") != std::string::npos ? kIllegalAddress : kLaunchFailure, text);
   } else if (machine_->quiet_seconds() > settings.watchdog_s) {
-    const std::string text = "nothing has moved for " + std::to_string(static_cast<int>(machine_->quiet_seconds())) +
-                             " s (MORI_SIM_WATCHDOG_S)\n" + machine_->watchdog_report();
+    const std::string text = "stuck (MORI_SIM_WATCHDOG_S): " + machine_->watchdog_report();
     machine_->clear_fault();
     fail(kLaunchTimeOut, text);
   }

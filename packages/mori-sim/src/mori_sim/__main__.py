@@ -10,36 +10,57 @@ from mori_sim.settings import VARIABLES
 
 
 def settings_help() -> str:
-    rows = [f"  {v.name:28s} {v.meaning} ({v.allowed}; default {v.default or 'none'})" for v in VARIABLES]
+    shown = [(v, f"{v.allowed}; default {v.default or 'none'}") for v in VARIABLES]
+    rows = [f"  {v.name:28s} {v.meaning} ({allowed})" for v, allowed in shown]
     return "environment variables that the node reads:\n" + "\n".join(rows)
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="mori-sim", description="A software MI355X node.", epilog=settings_help(),
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    top = argparse.ArgumentParser(
+        prog="mori-sim",
+        description="A software MI355X node.",
+        epilog=settings_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = top.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a program on the simulated node")
     run.add_argument("--devices", type=int, choices=range(1, 9), default=1, metavar="1..8")
     run.add_argument("--coherence", choices=["off", "strict"], default="off")
     run.add_argument("--schedule", choices=["rr", "random", "delay-rank"], default="rr")
-    run.add_argument("--delay-rank", type=int, default=0, metavar="RANK", help="the rank that delay-rank holds back")
+    run.add_argument(
+        "--delay-rank", type=int, default=0, metavar="RANK", help="the rank that delay-rank holds back"
+    )
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--report", type=Path, metavar="FILE", help="keep the JSON lines that the processes write")
+    run.add_argument(
+        "--report", type=Path, metavar="FILE", help="keep the JSON lines that the processes write"
+    )
     run.add_argument("--counters", action="store_true", help="print what each kernel did at the end")
-    run.add_argument("--save-code", type=Path, metavar="DIR", help="keep a copy of every code object that is loaded")
-    run.add_argument("--host-memory", choices=["lend", "refuse"], default="lend",
-                     help="refuse: a kernel that touches ordinary process memory faults")  # fmt: skip
+    run.add_argument(
+        "--save-code", type=Path, metavar="DIR", help="keep a copy of every code object that is loaded"
+    )
+    run.add_argument(
+        "--host-memory",
+        choices=["lend", "refuse"],
+        default="lend",
+        help="refuse: a kernel that touches ordinary process memory faults",
+    )
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- CMD ...")
-    info = commands.add_parser("info", help="registers, LDS, spills, arguments and instruction mix of a code object")
+    info = commands.add_parser(
+        "info", help="registers, LDS, spills, arguments and instruction mix of a code object"
+    )
     info.add_argument("file", type=Path, nargs="?")
     info.add_argument("--json", action="store_true")
-    info.add_argument("--unknowns", action="store_true", help="list what is assumed where the hardware is not documented")
+    info.add_argument(
+        "--unknowns", action="store_true", help="list what is assumed where the hardware is not documented"
+    )
     disasm = commands.add_parser("disasm", help="the instructions of a code object")
     disasm.add_argument("file", type=Path)
     disasm.add_argument("--kernel", metavar="NAME")
     show = commands.add_parser("report", help="tell again what a report file of `run --report` holds")
     show.add_argument("file", type=Path)
-    bench = commands.add_parser("bench", help="wave instructions a second, and a GEMM workgroup, with and without strict mode")
+    bench = commands.add_parser(
+        "bench", help="wave instructions a second, and a GEMM workgroup, with and without strict mode"
+    )
     bench.add_argument("--json", action="store_true")
     return top
 

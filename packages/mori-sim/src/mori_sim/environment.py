@@ -10,10 +10,12 @@ ARCH = "gfx950"
 
 
 def library_folder() -> Path:
-    """Where libamdhip64.so.7, libhsakmt.so.1 and libmori_sim.so lie (an editable install keeps them elsewhere)."""
+    """Where libamdhip64.so.7 and its like lie; an editable install keeps them away from the sources."""
     spec = importlib.util.find_spec("mori_sim._core")
     if spec is None or spec.origin is None:
-        raise RuntimeError("mori_sim was installed without its libraries: build it with `pip install packages/mori-sim`")
+        raise RuntimeError(
+            "mori_sim was installed without its libraries: build it with `pip install packages/mori-sim`"
+        )
     return Path(spec.origin).parent
 
 

@@ -1,7 +1,8 @@
-"""The `ld.lld` of the simulated ROCm: links one AMDGPU object file with whichever LLVM linker is on the machine.
+"""The `ld.lld` of the simulated ROCm: links one AMDGPU object with whichever LLVM linker is on the machine.
 
-Runs as a script of its own, started for each compiled kernel, so it imports nothing of this package. Looked for in
-this order: MORI_SIM_LLD (a path), `ld.lld` on PATH, the linker inside the triton wheel (no system package needed).
+Runs as a script of its own, started for each compiled kernel, so it imports nothing of this package. Looked
+for in this order: MORI_SIM_LLD (a path), `ld.lld` on PATH, the linker inside the triton wheel (no system
+package needed).
 """
 
 import importlib.machinery
@@ -39,7 +40,9 @@ def object_and_output(arguments: list[str]) -> tuple[str, str]:
         elif not argument.startswith("-"):
             inputs.append(argument)
     if len(inputs) != 1:
-        raise SystemExit(f"ld.lld of mori-sim: expected one object file, got {inputs}: set MORI_SIM_LLD to an LLVM ld.lld")
+        raise SystemExit(
+            f"ld.lld of mori-sim: expected one object file, got {inputs}: set MORI_SIM_LLD to an LLVM ld.lld"
+        )
     return inputs[0], output
 
 
@@ -56,7 +59,8 @@ def main() -> None:
         )
     source, output = object_and_output(sys.argv[1:])
     spec = importlib.util.spec_from_file_location("libtriton", library)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.amd.link_hsaco(source, output)

@@ -1,8 +1,8 @@
 """Torch tensors in simulated device memory.
 
-A tensor made here is a CPU tensor for torch (so torch can compute references on it) and device memory for kernels,
-copy engines and peers: `data_ptr()` is its device address. Kernels run asynchronously, and torch does not know of
-them: call `synchronize()` before torch looks at what a kernel writes.
+A tensor made here is a CPU tensor for torch (so torch can compute references on it) and device memory for
+kernels, copy engines and peers: `data_ptr()` is its device address. Kernels run asynchronously, and torch
+does not know of them: call `synchronize()` before torch looks at what a kernel writes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
-def empty(*shape: int, dtype: torch.dtype | None = None, device: int = 0, uncached: bool = False) -> torch.Tensor:
-    """A tensor in memory of `device`. Its bytes are zero, or 0xCB in strict mode, as nothing promises zeros."""
+def empty(
+    *shape: int, dtype: torch.dtype | None = None, device: int = 0, uncached: bool = False
+) -> torch.Tensor:
+    """A tensor in memory of `device`; its bytes are zero, or 0xCB in strict mode: nothing promises zeros."""
     import torch
 
     from mori_sim import _core
@@ -33,7 +35,9 @@ def full(*shape: int, value: Any, dtype: torch.dtype | None = None, device: int 
     return empty(*shape, dtype=dtype, device=device).fill_(value)
 
 
-def zeros(*shape: int, dtype: torch.dtype | None = None, device: int = 0, uncached: bool = False) -> torch.Tensor:
+def zeros(
+    *shape: int, dtype: torch.dtype | None = None, device: int = 0, uncached: bool = False
+) -> torch.Tensor:
     return empty(*shape, dtype=dtype, device=device, uncached=uncached).zero_()
 
 

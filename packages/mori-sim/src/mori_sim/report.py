@@ -2,7 +2,8 @@
 
 Each line is a JSON object with `kind`, `pid` and `rank`:
   fault      something that ends the run: a wild address, an unknown instruction, a bad packet, a stuck kernel
-  coherence  a rule of the memory model broken (strict mode): `rule`, `text` with both instructions, kernel, pc, address
+  coherence  a rule of the memory model broken (strict mode): `rule`, `text` with both instructions, kernel,
+             pc, address
   counters   at the end of a process: instructions by class, MFMA flops and bytes by space, for each kernel
 """
 
@@ -14,6 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+CLASSES = (
+    "valu",
+    "salu",
+    "mfma",
+    "vmem",
+    "smem",
+    "lds",
+    "flat",
+    "branch",
+    "waits",
+    "barriers",
+    "other",
+)
 SPACES = ("lds_bytes", "l1_bytes", "local_bytes", "peer_bytes", "host_bytes", "uncached_bytes", "smem_bytes")
 
 
@@ -56,7 +70,8 @@ def findings(report: Report) -> str:
     for entry in report.coherence:
         seen.setdefault((entry["rule"], entry["kernel"], entry["pc"]), []).append(entry)
     for (rule, kernel, _), entries in seen.items():
-        lines.append(f"rule {rule} broken {len(entries)} x in {kernel or 'a copy engine'}; the first:\n{entries[0]['text']}")
+        who = kernel or "a copy engine"
+        lines.append(f"rule {rule} broken {len(entries)} x in {who}; the first:\n{entries[0]['text']}")
     return "\n\n".join(lines)
 
 
@@ -66,10 +81,7 @@ def cost_sheet(report: Report) -> str:
     for name, c in sorted(report.kernels.items()):
         memory = c["local_bytes"] + c["peer_bytes"] + c["host_bytes"] + c["uncached_bytes"]
         lines.append(f"{name}: {c['dispatches']} launches, {c['workgroups']} workgroups, {c['waves']} waves")
-        lines.append(
-            f"  wave instructions {c['instructions']}: valu {c['valu']}, salu {c['salu']}, mfma {c['mfma']}, vmem {c['vmem']}, "
-            f"smem {c['smem']}, lds {c['lds']}, flat {c['flat']}, branch {c['branch']}, waits {c['waits']}, barriers {c['barriers']}"
-        )
+        lines.append(f"  wave instructions {c['instructions']}: " + ", ".join(f"{k} {c[k]}" for k in CLASSES))
         lines.append("  bytes " + ", ".join(f"{space.removesuffix('_bytes')} {c[space]}" for space in SPACES))
         if c["mfma_flops"]:
             per_byte = f", {c['mfma_flops'] / memory:.1f} per byte of memory" if memory else ""

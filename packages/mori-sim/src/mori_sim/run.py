@@ -1,7 +1,7 @@
-"""`mori-sim run`: a program in the simulated node's environment, and an exit code that no fault can slip past.
+"""`mori-sim run`: a program in the simulated node's environment; no fault slips past the exit code.
 
-The exit code is the program's own if that is not 0; 3 if the program ended well but a fault or a broken rule of the
-memory model was reported, by whichever of its processes.
+The exit code is the program's own if that is not 0; 3 if the program ended well but a fault or a broken rule
+of the memory model was reported, by whichever of its processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from mori_sim.environment import program_environment
 EXIT_REPORTED = 3
 
 
-def run(command: list[str], settings: dict[str, str], report_file: Path | None, *, show_counters: bool = False) -> int:
+def run(
+    command: list[str], settings: dict[str, str], report_file: Path | None, *, show_counters: bool = False
+) -> int:
     """Runs the command to its end, prints what was found to stderr, and returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="mori-sim-") as folder:
         path = (report_file or Path(folder) / "report.jsonl").resolve()
@@ -45,7 +47,9 @@ def wait_for(process: subprocess.Popen[bytes]) -> int:
         process.send_signal(number)
 
     before = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGHUP)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the program, too
+    before[signal.SIGINT] = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the terminal sends it to the program, too
     try:
         code = process.wait()
     finally:

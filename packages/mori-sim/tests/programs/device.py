@@ -7,7 +7,10 @@ ORDER = fx.AtomicOrdering
 
 def pointer(kind, address, align):
     """`pointer + n` counts elements of `kind`, not bytes."""
-    return fx.inttoptr(fx.PointerType.get(elem_ty=kind.ir_type, address_space=fx.AddressSpace.Global, alignment=align), address)
+    return fx.inttoptr(
+        fx.PointerType.get(elem_ty=kind.ir_type, address_space=fx.AddressSpace.Global, alignment=align),
+        address,
+    )
 
 
 def low(value):

@@ -1,6 +1,7 @@
-"""Every kernel of rows.py, peer.py and matmul.py through FlyDSL's own launch path; one line `ok NAME` for each.
+"""Every kernel of rows.py, peer.py and matmul.py through FlyDSL's own launch path; `ok NAME` for each.
 
-Run below `mori-sim run`. Arguments: the names to run, or none for all. Operands lie in simulated device memory.
+Run below `mori-sim run`. Arguments: the names to run, or none for all. Operands lie in simulated device
+memory.
 """
 
 import sys
@@ -65,7 +66,15 @@ def push(adds=True):
     held = on_device(*sent)
     launch = peer.pusher(row_bytes, adds)
     for rank in range(world):
-        launch(*addresses(held[rank], slot_table, flag_table), rank, height * row_bytes, 1, world, height, stream=0)
+        launch(
+            *addresses(held[rank], slot_table, flag_table),
+            rank,
+            height * row_bytes,
+            1,
+            world,
+            height,
+            stream=0,
+        )
     mori_sim.synchronize()
     for p in range(world):
         same(slots[p], torch.cat(sent))
@@ -80,7 +89,10 @@ def wait_for_host():
     """The kernel spins until a host thread raises the last flag."""
     flags, seen = mori_sim.empty(3, dtype=torch.int32, uncached=True), mori_sim.zeros(3, dtype=torch.int32)
     flags.copy_(torch.tensor([5, 6, 4]))
-    stream, launch = hip.stream().value, peer.awaiter(3)  # held: a launcher that is dropped unloads its module, which waits
+    stream, launch = (
+        hip.stream().value,
+        peer.awaiter(3),
+    )  # held: a launcher that is dropped unloads its module, which waits
     launch(flags.data_ptr(), 5, seen.data_ptr(), stream=stream)
     time.sleep(0.1)
     assert mori_sim.pending()
@@ -92,7 +104,10 @@ def wait_for_host():
 def wait_for_kernel():
     """Two streams: a kernel that waits and, launched after it, the kernel that signals."""
     row_bytes = 512
-    source, slot = on_device(torch.randint(0, 256, (row_bytes,), dtype=torch.uint8))[0], mori_sim.zeros(row_bytes, dtype=torch.uint8)
+    source, slot = (
+        on_device(torch.randint(0, 256, (row_bytes,), dtype=torch.uint8))[0],
+        mori_sim.zeros(row_bytes, dtype=torch.uint8),
+    )
     flags, seen = mori_sim.zeros(1, dtype=torch.int32), mori_sim.zeros(1, dtype=torch.int32)
     slot_table, flag_table = mori_sim.tensor([slot.data_ptr()]), mori_sim.tensor([flags.data_ptr()])
     first, second = hip.stream().value, hip.stream().value
@@ -118,7 +133,15 @@ def post():
     launch = peer.poster(512)
     address = [hip.ctypes.cast(w, hip.c_void_p).value for w in (words.wptr, words.doorbell)]
     for i in range(count):
-        launch(queue.ring, *address, source[i].data_ptr(), target[i].data_ptr(), nbytes, signal.data_ptr(), stream=0)
+        launch(
+            queue.ring,
+            *address,
+            source[i].data_ptr(),
+            target[i].data_ptr(),
+            nbytes,
+            signal.data_ptr(),
+            stream=0,
+        )
         mori_sim.synchronize()
         deadline = time.monotonic() + 20
         while signal.item() <= i and time.monotonic() < deadline:
@@ -147,7 +170,9 @@ def product(make, m, n, k):
 
 
 def matmul_wide():
-    product(matmul.direct(384, True), 32, 144, 384)  # n = 144: two groups of columns with a scale of their own
+    product(
+        matmul.direct(384, True), 32, 144, 384
+    )  # n = 144: two groups of columns with a scale of their own
 
 
 def matmul_narrow():
@@ -177,9 +202,20 @@ def matmul_mixed_atom():
 
 
 CHECKS = (
-    quantise, sum_slices, push, push_set, wait_for_host, wait_for_kernel, post,
-    matmul_wide, matmul_narrow, matmul_tracked, matmul_async, matmul_mixed, matmul_mixed_atom,
-)  # fmt: skip
+    quantise,
+    sum_slices,
+    push,
+    push_set,
+    wait_for_host,
+    wait_for_kernel,
+    post,
+    matmul_wide,
+    matmul_narrow,
+    matmul_tracked,
+    matmul_async,
+    matmul_mixed,
+    matmul_mixed_atom,
+)
 
 if __name__ == "__main__":
     for check in CHECKS:

@@ -2,8 +2,9 @@
 
     exchange.py sdma|kernel RANKS STEPS [CODE_OBJECT]
 
-Everybody writes a block to everybody, every step, with a signal behind it; every byte is checked by its receiver.
-Ranks are forked before anything touches the node, and hand their windows to each other as file descriptors.
+Everybody writes a block to everybody, every step, with a signal behind it; every byte is checked by its
+receiver. Ranks are forked before anything touches the node, and hand their windows to each other as file
+descriptors.
 """
 
 import array
@@ -52,11 +53,15 @@ def wait_signals(window: hip.Window, ranks: int, value: int) -> None:
         late = [p for p in range(ranks) if signals[p] < value]
         if not late:
             return
-        assert time.monotonic() < end, f"rank {window.rank}: no signal {value} from ranks {late}: {signals.tolist()}"
+        assert time.monotonic() < end, (
+            f"rank {window.rank}: no signal {value} from ranks {late}: {signals.tolist()}"
+        )
         time.sleep(0.0002)
 
 
-def put_by_sdma(rank: int, ranks: int, steps: int, window: hip.Window, source: int, sockets: dict[int, socket.socket]) -> None:
+def put_by_sdma(
+    rank: int, ranks: int, steps: int, window: hip.Window, source: int, sockets: dict[int, socket.socket]
+) -> None:
     hip.open_kmt()
     queues = {}
     for p in range(ranks):
@@ -67,18 +72,31 @@ def put_by_sdma(rank: int, ranks: int, steps: int, window: hip.Window, source: i
             hip.view(source + p * BLOCK, BLOCK)[:] = pattern(rank, p, step)
         for p, queue in queues.items():
             third = BLOCK // 3
-            copies = [hip.copy_packet(window.at(p, rank * BLOCK + i * third), source + p * BLOCK + i * third, third) for i in range(3)]
+            copies = [
+                hip.copy_packet(window.at(p, rank * BLOCK + i * third), source + p * BLOCK + i * third, third)
+                for i in range(3)
+            ]
             queue.post(*copies, hip.add64_packet(window.at(p, SIGNALS + 8 * rank), 1))
         check_step(rank, ranks, step, window, sockets)
 
 
-def put_by_kernel(rank: int, ranks: int, steps: int, window: hip.Window, source: int, sockets: dict[int, socket.socket], code: Path) -> None:
+def put_by_kernel(
+    rank: int,
+    ranks: int,
+    steps: int,
+    window: hip.Window,
+    source: int,
+    sockets: dict[int, socket.socket],
+    code: Path,
+) -> None:
     """One launch pushes the same rows to every peer; the kernel adds 1 to the peer's flag for each row."""
     module = hip.KernelModule(code)
     slots, flags = hip.malloc(8 * ranks), hip.malloc(8 * ranks)
     hip.view(slots, 8 * ranks).cast("Q")[:] = array.array("Q", [window.at(p) for p in range(ranks)])
     # The kernel's flags are 4 bytes apart and our signals 8: half of the way is ours.
-    hip.view(flags, 8 * ranks).cast("Q")[:] = array.array("Q", [window.at(p, SIGNALS + 4 * rank) for p in range(ranks)])
+    hip.view(flags, 8 * ranks).cast("Q")[:] = array.array(
+        "Q", [window.at(p, SIGNALS + 4 * rank) for p in range(ranks)]
+    )
     name = code.name.split("-")[0]
     for step in range(1, steps + 1):
         hip.view(source, ROWS * ROW_BYTES)[:] = pattern(rank, 0, step, ROWS * ROW_BYTES)
@@ -88,8 +106,17 @@ def put_by_kernel(rank: int, ranks: int, steps: int, window: hip.Window, source:
         check_step(rank, ranks, step, window, sockets, per_step=ROWS, nbytes=ROWS * ROW_BYTES, receiver=0)
 
 
-def check_step(rank: int, ranks: int, step: int, window: hip.Window, sockets: dict[int, socket.socket], *,
-               per_step: int = 1, nbytes: int = BLOCK, receiver: int | None = None) -> None:  # fmt: skip
+def check_step(
+    rank: int,
+    ranks: int,
+    step: int,
+    window: hip.Window,
+    sockets: dict[int, socket.socket],
+    *,
+    per_step: int = 1,
+    nbytes: int = BLOCK,
+    receiver: int | None = None,
+) -> None:
     wait_signals(window, ranks, step * per_step)
     for p in range(ranks):
         got = bytes(hip.view(window.at(rank, p * BLOCK), nbytes))

@@ -1,4 +1,4 @@
-"""One fault of each kind, on purpose: faults.py KIND [CODE_OBJECT]. Prints `returned CODE` if a call came back."""
+"""One fault of each kind: faults.py KIND [CODE_OBJECT]. Prints `returned CODE` if a call came back."""
 
 import sys
 import time
@@ -11,7 +11,16 @@ import hip
 def sum_slices(code, source, slice_bytes, target, packs, stream=None):
     """8 slices of bf16, 8 elements a pack, as examples.py compiles it."""
     module = hip.KernelModule(code)
-    module.launch("sum_slices_0", (2, 1, 1), 256, c_uint64(source), c_int64(slice_bytes), c_uint64(target), c_int(packs), queue=stream)
+    module.launch(
+        "sum_slices_0",
+        (2, 1, 1),
+        256,
+        c_uint64(source),
+        c_int64(slice_bytes),
+        c_uint64(target),
+        c_int(packs),
+        queue=stream,
+    )
     print("returned", hip.code_of("hipDeviceSynchronize"), flush=True)
 
 
@@ -20,7 +29,9 @@ def wild_load(code):
 
 
 def past_the_end(code):
-    sum_slices(code, hip.malloc(8 * 512), 512, hip.malloc(512 - 2), 32)  # the last store ends two bytes too late
+    sum_slices(
+        code, hip.malloc(8 * 512), 512, hip.malloc(512 - 2), 32
+    )  # the last store ends two bytes too late
 
 
 def reserved_only(code):

@@ -1,7 +1,7 @@
 """Random bytes as packets and as code: fuzz.py packets|code TRIALS SEED [CODE_OBJECT].
 
-Every trial is a forked process of its own, since a fault is final. It may end well (0) or with a fault (70); a signal,
-or any other end, is what this program looks for. Prints how the trials ended.
+Every trial is a forked process of its own, since a fault is final. It may end well (0) or with a fault (70);
+a signal, or any other end, is what this program looks for. Prints how the trials ended.
 """
 
 import os
@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from ctypes import c_int, c_int64, c_uint64
+from functools import partial
 from pathlib import Path
 
 import hip
@@ -29,13 +30,29 @@ def packets_trial(source: random.Random) -> None:
         if kind == 0:
             packet = [source.getrandbits(32) for _ in range(source.randrange(1, 9))]
         elif kind == 1:
-            packet = hip.copy_packet(source.choice(near), source.choice(near), source.choice([1, 7, 64, 1 << 20, 1 << 30]))
+            packet = hip.copy_packet(
+                source.choice(near), source.choice(near), source.choice([1, 7, 64, 1 << 20, 1 << 30])
+            )
         elif kind == 2:
-            packet = [10 | source.randrange(128) << 25, *hip.halves(source.choice(near)), *(source.getrandbits(32) for _ in range(4)), 0]
+            packet = [
+                10 | source.randrange(128) << 25,
+                *hip.halves(source.choice(near)),
+                *(source.getrandbits(32) for _ in range(4)),
+                0,
+            ]
         elif kind == 3:
-            packet = [11 | source.randrange(4) << 30, *hip.halves(source.choice(near)), source.getrandbits(32), source.getrandbits(22)]
+            packet = [
+                11 | source.randrange(4) << 30,
+                *hip.halves(source.choice(near)),
+                source.getrandbits(32),
+                source.getrandbits(22),
+            ]
         else:
-            packet = [source.randrange(18), *hip.halves(source.choice(near)), *(source.getrandbits(8) for _ in range(source.randrange(6)))]
+            packet = [
+                source.randrange(18),
+                *hip.halves(source.choice(near)),
+                *(source.getrandbits(8) for _ in range(source.randrange(6))),
+            ]
         if 4 * len(packet) + queue.written - queue.read < queue.nbytes:
             queue.post(packet)
     end = time.monotonic() + 0.05
@@ -44,7 +61,7 @@ def packets_trial(source: random.Random) -> None:
 
 
 def code_trial(source: random.Random, image: bytes, text: tuple[int, int]) -> None:
-    """Some or all dwords of the kernel are replaced; the last one stays, so that half of the trials can end."""
+    """Some or all dwords of the kernel are replaced; the last one stays, so that some trials can end."""
     start, nbytes = text
     mutated = bytearray(image)
     places = range(start, start + nbytes - 4, 4)
@@ -96,7 +113,8 @@ def main() -> int:
     ends: Counter[str] = Counter()
     for i in range(trials):
         source = random.Random(f"{seed} {i}")
-        end = run_trial((lambda: code_trial(source, image, text)) if image else (lambda: packets_trial(source)))
+        trial = partial(code_trial, source, image, text) if image else partial(packets_trial, source)
+        end = run_trial(trial)
         ends[end] += 1
         if end not in ("well", "fault"):
             print(f"trial {i} of seed {seed}: {end}", flush=True)

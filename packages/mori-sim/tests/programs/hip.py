@@ -65,7 +65,14 @@ class Window:
     def __init__(self, nbytes: int, rank: int, ranks: int, device: int, uncached: bool) -> None:
         self.nbytes, self.rank, self.ranks, self.device = nbytes, rank, ranks, device
         flat = c_void_p()
-        call("hipMemAddressReserve", byref(flat), c_size_t(nbytes * ranks), c_size_t(GRANULE), None, c_uint64(0))
+        call(
+            "hipMemAddressReserve",
+            byref(flat),
+            c_size_t(nbytes * ranks),
+            c_size_t(GRANULE),
+            None,
+            c_uint64(0),
+        )
         self.base = flat.value or 0
         kind = UNCACHED if uncached else PINNED
         properties = struct.pack("<iiiiQBBHi", kind, 1, 1, device, 0, 0, 0, 0, 0)
@@ -77,7 +84,14 @@ class Window:
         return self.base + rank * self.nbytes + offset
 
     def map(self, rank: int) -> None:
-        call("hipMemMap", c_void_p(self.at(rank)), c_size_t(self.nbytes), c_size_t(0), self.handles[rank], c_uint64(0))
+        call(
+            "hipMemMap",
+            c_void_p(self.at(rank)),
+            c_size_t(self.nbytes),
+            c_size_t(0),
+            self.handles[rank],
+            c_uint64(0),
+        )
         access = struct.pack("<iii", 1, self.device, 3)
         call("hipMemSetAccess", c_void_p(self.at(rank)), c_size_t(self.nbytes), access, c_size_t(1))
 
@@ -106,7 +120,15 @@ class KernelModule:
         else:
             call("hipModuleLoadData", byref(self.handle), image)
 
-    def launch(self, name: str, grid: tuple[int, int, int], block: int, *arguments: Any, queue: Any = None, lds: int = 0) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int, int],
+        block: int,
+        *arguments: Any,
+        queue: Any = None,
+        lds: int = 0,
+    ) -> None:
         """`arguments` are ctypes values, one for each explicit argument."""
         function = c_void_p()
         call("hipModuleGetFunction", byref(function), self.handle, name.encode())
@@ -119,8 +141,13 @@ def synchronize() -> None:
 
 
 class _QueueResource(ctypes.Structure):
-    _fields_ = [("id", c_uint64), ("doorbell", POINTER(c_uint64)), ("wptr", POINTER(c_uint64)),
-                ("rptr", POINTER(c_uint64)), ("error", c_void_p)]  # fmt: skip
+    _fields_ = [
+        ("id", c_uint64),
+        ("doorbell", POINTER(c_uint64)),
+        ("wptr", POINTER(c_uint64)),
+        ("rptr", POINTER(c_uint64)),
+        ("error", c_void_p),
+    ]
 
 
 class KmtError(RuntimeError):
@@ -154,19 +181,35 @@ def recommended_engines(device: int, peer: int, devices: int) -> int:
 
 
 class SdmaQueue:
-    """A user-mode queue written by the host: packets as lists of dwords, padded with NOPs at the ring's end."""
+    """A user-mode queue written by the host: packets are lists of dwords; NOPs pad the ring's end."""
 
     FLAGS = 1 | 1 << 6 | 1 << 16 | 1 << 12 | 1 << 17
 
     def __init__(self, device: int, engine: int, nbytes: int = 4096) -> None:
         self.nbytes = nbytes
         memory = c_void_p()
-        kmt_call("hsaKmtAllocMemory", c_uint32(device + 1), c_uint64(max(nbytes, 4096)), c_uint32(self.FLAGS), byref(memory))
+        kmt_call(
+            "hsaKmtAllocMemory",
+            c_uint32(device + 1),
+            c_uint64(max(nbytes, 4096)),
+            c_uint32(self.FLAGS),
+            byref(memory),
+        )
         self.ring = memory.value or 0
         kmt_call("hsaKmtMapMemoryToGPU", memory, c_uint64(max(nbytes, 4096)), byref(c_uint64()))
         self.resource = _QueueResource()
-        kmt_call("hsaKmtCreateQueueExt", c_uint32(device + 1), c_int(6), c_uint32(100), c_int(3), c_uint32(engine),
-                 memory, c_uint64(nbytes), None, byref(self.resource))  # fmt: skip
+        kmt_call(
+            "hsaKmtCreateQueueExt",
+            c_uint32(device + 1),
+            c_int(6),
+            c_uint32(100),
+            c_int(3),
+            c_uint32(engine),
+            memory,
+            c_uint64(nbytes),
+            None,
+            byref(self.resource),
+        )
         self.written = 0
 
     @property
@@ -185,7 +228,9 @@ class SdmaQueue:
     def put(self, dwords: list[int]) -> None:
         while self.written + 4 * len(dwords) - self.read >= self.nbytes:
             pass
-        ctypes.memmove(self.ring + self.written % self.nbytes, struct.pack(f"<{len(dwords)}I", *dwords), 4 * len(dwords))
+        ctypes.memmove(
+            self.ring + self.written % self.nbytes, struct.pack(f"<{len(dwords)}I", *dwords), 4 * len(dwords)
+        )
         self.written += 4 * len(dwords)
 
     def close(self) -> None:

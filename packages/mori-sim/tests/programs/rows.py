@@ -21,7 +21,10 @@ def quantiser(width):
         if row < height:
             source = pointer(fx.BFloat16, x, 16) + fx.Int64(row) * width
             target = pointer(fx.Int32, codes, 8) + fx.Int64(row) * (width // 4)
-            held = [fx.generic_load(source + (i * LANES + lane) * PER_LANE, count=PER_LANE).to(fx.Float32) for i in range(strips)]
+            held = [
+                fx.generic_load(source + (i * LANES + lane) * PER_LANE, count=PER_LANE).to(fx.Float32)
+                for i in range(strips)
+            ]
             largest = fx.Float32(TINY)
             for values in held:
                 for j in fx.range_constexpr(PER_LANE):
@@ -35,15 +38,24 @@ def quantiser(width):
                 for j in fx.range_constexpr(PER_LANE // 4):
                     four = scaled[4 * j : 4 * j + 4]
                     half = fx.rocdl.cvt_pk_fp8_f32(fx.Int32.ir_type, four[0], four[1], fx.Int32(0), False)
-                    words.append(fx.Int32(fx.rocdl.cvt_pk_fp8_f32(fx.Int32.ir_type, four[2], four[3], half, True)))
-                fx.generic_store(target + (i * LANES + lane) * (PER_LANE // 4), fx.Vector.from_elements(words, fx.Int32))
+                    words.append(
+                        fx.Int32(fx.rocdl.cvt_pk_fp8_f32(fx.Int32.ir_type, four[2], four[3], half, True))
+                    )
+                fx.generic_store(
+                    target + (i * LANES + lane) * (PER_LANE // 4), fx.Vector.from_elements(words, fx.Int32)
+                )
             if lane == 0:
                 fx.generic_store(pointer(fx.Float32, scales, 4) + row, largest / fx.Float32(LIMIT))
 
     @flyc.jit
-    def launch(x: fx.Int64, codes: fx.Int64, scales: fx.Int64, height: fx.Int32, stream: fx.Stream = fx.Stream(None)):
+    def launch(
+        x: fx.Int64, codes: fx.Int64, scales: fx.Int64, height: fx.Int32, stream: fx.Stream = fx.Stream(None)
+    ):
         quantise_rows(x, codes, scales, height).launch(
-            grid=(fx.ceildiv(height, ROWS_PER_GROUP), 1, 1), block=(LANES * ROWS_PER_GROUP, 1, 1), stream=stream)  # fmt: skip
+            grid=(fx.ceildiv(height, ROWS_PER_GROUP), 1, 1),
+            block=(LANES * ROWS_PER_GROUP, 1, 1),
+            stream=stream,
+        )
 
     return launch
 
@@ -65,12 +77,20 @@ def dequantiser(width):
                 for j in fx.range_constexpr(PER_LANE // 2):
                     two = fx.Vector(fx.rocdl.cvt_pk_f32_fp8(fx.Float32x2.ir_type, words[j // 2], j % 2 == 1))
                     values += [two[0] * scale, two[1] * scale]
-                fx.generic_store(target + (i * LANES + lane) * PER_LANE, fx.Vector.from_elements(values, fx.Float32).to(fx.BFloat16))
+                fx.generic_store(
+                    target + (i * LANES + lane) * PER_LANE,
+                    fx.Vector.from_elements(values, fx.Float32).to(fx.BFloat16),
+                )
 
     @flyc.jit
-    def launch(codes: fx.Int64, scales: fx.Int64, y: fx.Int64, height: fx.Int32, stream: fx.Stream = fx.Stream(None)):
+    def launch(
+        codes: fx.Int64, scales: fx.Int64, y: fx.Int64, height: fx.Int32, stream: fx.Stream = fx.Stream(None)
+    ):
         dequantise_rows(codes, scales, y, height).launch(
-            grid=(fx.ceildiv(height, ROWS_PER_GROUP), 1, 1), block=(LANES * ROWS_PER_GROUP, 1, 1), stream=stream)  # fmt: skip
+            grid=(fx.ceildiv(height, ROWS_PER_GROUP), 1, 1),
+            block=(LANES * ROWS_PER_GROUP, 1, 1),
+            stream=stream,
+        )
 
     return launch
 
@@ -86,7 +106,9 @@ def summer(num_slices, groups, items=256):
             fx.generic_store(pointer(fx.BFloat16, y, 16) + fx.Int64(i) * PER_LANE, total.to(fx.BFloat16))
 
     @flyc.jit
-    def launch(x: fx.Int64, slice_bytes: fx.Int64, y: fx.Int64, packs: fx.Int32, stream: fx.Stream = fx.Stream(None)):
+    def launch(
+        x: fx.Int64, slice_bytes: fx.Int64, y: fx.Int64, packs: fx.Int32, stream: fx.Stream = fx.Stream(None)
+    ):
         sum_slices(x, slice_bytes, y, packs).launch(grid=(groups, 1, 1), block=(items, 1, 1), stream=stream)
 
     return launch

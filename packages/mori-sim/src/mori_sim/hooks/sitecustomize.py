@@ -1,7 +1,7 @@
-"""Runs at the start of every Python process below `mori-sim run`: loads the simulator under the vendor's name.
+"""Runs first in every Python process below `mori-sim run`: loads the simulator under the vendor's name.
 
-A library that was linked with a run path to /opt/rocm/lib would find the real one there; one that is loaded already,
-under the same name, wins. Whatever sitecustomize the environment had is then run as usual.
+A library that was linked with a run path to /opt/rocm/lib would find the real one there; one that is loaded
+already, under the same name, wins. Whatever sitecustomize the environment had is then run as usual.
 """
 
 import ctypes
