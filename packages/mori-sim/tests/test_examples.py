@@ -28,12 +28,8 @@ def test_the_run_ends_well(examples):
     assert examples.outcome.code == 0, examples.outcome.output
 
 
-@pytest.mark.parametrize("schedule", ["rr", "random"])
-def test_all_kernels_are_exact_and_unreported_in_strict_mode(program, examples, schedule):
-    outcome = program(
-        "examples.py",
-        options=("--devices", "8", "--coherence", "strict", "--schedule", schedule, "--seed", "7"),
-        timeout_s=200,
-    )
+def test_all_kernels_are_exact_and_unreported_in_strict_mode(program, examples):
+    options = ("--devices", "8", "--coherence", "strict", "--schedule", "random", "--seed", "7")
+    outcome = program("examples.py", options=options, timeout_s=200)
     assert outcome.ok() == set(NAMES), outcome.output
     assert outcome.code == 0, outcome.output

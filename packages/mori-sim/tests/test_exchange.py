@@ -39,6 +39,13 @@ def test_the_push_kernel_publishes_what_it_signals(program, examples):
     assert all_ranks(outcome), outcome.output
 
 
+def test_a_rank_that_is_held_back_is_waited_for(program, examples):
+    code = examples.code_object("push_rows", holding="global_atomic_add")
+    options = ("--devices", str(RANKS), "--schedule", "delay-rank", "--delay-rank", "2")
+    outcome = program("exchange.py", "kernel", RANKS, 2, code, options=options)
+    assert all_ranks(outcome), outcome.output
+
+
 def test_an_engine_that_never_runs_is_noticed_by_the_receiver(program):
     outcome = program(
         "-c", IMPATIENT, "sdma", 2, 1, options=("--devices", "2"), MORI_SIM_MISSING_ENGINES="0xffff"

@@ -382,7 +382,7 @@ void Node::collect_reports() {
   const auto& reports = machine_->reports();
   for (; num_reports_ < reports.size(); ++num_reports_) {
     const Report& r = reports[num_reports_];
-    std::fprintf(stderr, "mori-sim: rule %s: %s\n", r.rule.c_str(), r.text.c_str());
+    std::fprintf(stderr, "mori-sim: %s\n", r.text.c_str());
     report.write("coherence", {{"rule", ReportFile::quoted(r.rule)}, {"text", ReportFile::quoted(r.text)},
                                {"device", std::to_string(r.device)}, {"kernel", ReportFile::quoted(r.kernel)},
                                {"pc", std::to_string(r.pc)}, {"address", std::to_string(r.addr)}});
