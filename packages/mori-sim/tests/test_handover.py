@@ -1,4 +1,4 @@
-"""Strict mode through the whole node: kernel, real queue, engine thread and checker, one omission at a time."""
+"""Strict mode through the whole node (kernel, queue, engine, checker), one omission at a time."""
 
 import pytest
 

@@ -2,9 +2,10 @@
 
     handover.py NAME     NAME is one of STEPS, or `right`
 
-One wave fills `source` with plain stores, posts COPY and ATOMIC, waits for the signal, and reads `target`, of which it
-had an old copy in its cache. STEPS names what is left out: the release before the doorbell (the engine then reads bytes
-that are still dirty in an L2), or the acquire behind the wait (the wave then reads its old copy).
+One wave fills `source` with plain stores, posts COPY and ATOMIC, waits for the signal, and reads `target`,
+of which it had an old copy in its cache. STEPS names what is left out: the release before the doorbell (the
+engine then reads bytes that are still dirty in an L2), or the acquire behind the wait (the wave then reads
+its old copy).
 """
 
 import sys
