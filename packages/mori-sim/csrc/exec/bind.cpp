@@ -3,9 +3,24 @@
 
 namespace mori_sim {
 
+namespace {
+
+// Encodings no assembler produces: scalars where the unit needs registers.
+bool operands_fit(const Op& op) {
+  const OperandInfo* src[] = {&op.info->src0, &op.info->src1, &op.info->src2};
+  if (op.category != Category::valu) return true;
+  const bool swap = std::strstr(op.info->name, "swap") != nullptr;
+  for (int k = 0; k < op.num_src; ++k)
+    if (op.src[k] < kVgpr && (src[k]->bits > 64 || swap)) return false;
+  return !(swap && (op.sdwa || op.dpp));
+}
+
+}  // namespace
+
 std::string bind(Op* op) {
   if (!op->info) return "no gfx950 instruction has this encoding";
   const char* name = op->info->name;
+  if (!operands_fit(*op)) return std::string(name) + " with operands it cannot have";
   RunFn fn = nullptr;
   switch (op->info->format) {
     case Format::sop1: case Format::sop2: case Format::sopc: case Format::sopk: case Format::sopp: fn = scalar_unit(name); break;

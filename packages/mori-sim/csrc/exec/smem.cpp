@@ -29,6 +29,7 @@ bool fetch(Wave& w, uint64_t addr, unsigned nbytes, uint32_t* v) {
 }
 
 void load(Wave& w, const Op& op) {
+  if (op.srsrc > 126) return w.stop("an address at s" + std::to_string(op.srsrc));
   const uint64_t base = w.s[op.srsrc] | static_cast<uint64_t>(w.s[op.srsrc + 1]) << 32;
   const uint64_t addr = (base + scalar_offset(w, op)) & ~3ull;
   uint32_t v[16];
@@ -37,6 +38,7 @@ void load(Wave& w, const Op& op) {
 }
 
 void buffer_load(Wave& w, const Op& op) {
+  if (op.srsrc > 124) return w.stop("a buffer descriptor at s" + std::to_string(op.srsrc));
   const uint32_t* d = &w.s[op.srsrc];
   const uint64_t base = (d[0] | static_cast<uint64_t>(d[1]) << 32) & 0xffffffffffffull;
   const unsigned stride = d[1] >> 16 & 0x3fff;

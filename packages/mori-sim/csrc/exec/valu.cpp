@@ -115,6 +115,12 @@ const uint32_t* packed_source(Wave& w, const Op& op, int k) {
   const OperandInfo& oi = info_of(op, k);
   const bool pairs = oi.bits == 64;
   const uint32_t* r = op.src[k] >= kVgpr ? w.row(op.src[k]) : splat(w, op, k, oi.type, pairs ? 2 : 1);
+  if (oi.type == 'f') {  // the fp32 addend of a dot product
+    if (!(op.neg >> k & 1)) return r;
+    uint32_t* t = w.ctx->fetch[k];
+    for (unsigned i = 0; i < kLanes; ++i) t[i] = r[i] ^ 0x80000000u;
+    return t;
+  }
   const bool lo = op.opsel >> k & 1, hi = op.opsel_hi >> k & 1, nl = op.neg >> k & 1, nh = op.neg_hi >> k & 1;
   uint32_t* t = w.ctx->fetch[k];
   if (pairs) {

@@ -14,7 +14,7 @@
 
 namespace mori_sim {
 
-constexpr unsigned kLanes = 64, kRows = 512;
+constexpr unsigned kLanes = 64, kRows = 512 + 64;  // wide operands at the last register stay inside
 constexpr uint64_t kSharedBase = 0x1000000000000ull, kPrivateBase = 0x2000000000000ull;  // flat apertures
 
 struct Checker;  // coherence/checker.hpp
