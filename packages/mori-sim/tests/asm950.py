@@ -1,10 +1,12 @@
 """gfx950 assembly for tests: LLVM's assembler inside the triton wheel, and running a few lines on a bare machine."""
+# ruff: noqa: E501  (one instruction, one line)
 
 import struct
 
 import numpy as np
-from mori_sim import _exec
 from triton._C.libtriton import amd, llvm
+
+from mori_sim import _exec
 
 llvm.init_targets()
 LANES = 64
@@ -39,13 +41,17 @@ class Bench:
         self.kept.append(a)
         return a
 
-    def submit(self, source: str, args=(), *, grid=(1,), block=(64,), lds=0, base=0x10_0000_0000, **extra) -> int:
+    def submit(
+        self, source: str, args=(), *, grid=(1,), block=(64,), lds=0, base=0x10_0000_0000, **extra
+    ) -> int:
         """Starts a kernel: s[0:1] points to `args` (64-bit each), s2 is the workgroup id, v0 the work item."""
         code = assemble(source)
         kernarg = self.array(np.array([*args, 0], dtype=np.uint64))
         self.kept.append(_exec.Code(base, code))
         extra.setdefault("rsrc1", 0xF0 << 12 | 1 << 21 | 1 << 23 | 63 >> 1)
-        return self.machine.submit(self.kept[-1], base, grid, block, kernarg.ctypes.data, {"lds": lds, **extra})
+        return self.machine.submit(
+            self.kept[-1], base, grid, block, kernarg.ctypes.data, {"lds": lds, **extra}
+        )
 
     def run(self, limit=50_000_000) -> None:
         """Until all kernels are done. A fault or too many instructions raise."""
@@ -68,7 +74,15 @@ s_waitcnt lgkmcnt(0)
 
 
 def run_lanes(
-    body: str, inputs: dict[int, np.ndarray], outputs: list[int], *, exec_mask=None, lds=0, lds_image=None, mode=None, **options
+    body: str,
+    inputs: dict[int, np.ndarray],
+    outputs: list[int],
+    *,
+    exec_mask=None,
+    lds=0,
+    lds_image=None,
+    mode=None,
+    **options,
 ) -> dict[int, np.ndarray]:
     """Runs `body` in one wave. inputs: VGPR -> 64 dwords loaded before; outputs: VGPRs stored after, under full EXEC.
 
@@ -79,19 +93,32 @@ def run_lanes(
     lines = [PROLOGUE]
     for k, (register, values) in enumerate(inputs.items()):
         source[k] = np.ascontiguousarray(values).view(np.uint32)
-        lines += [f"s_add_u32 s10, s4, {hex(256 * k)}", "s_addc_u32 s11, s5, 0", f"global_load_dword v{register}, v255, s[10:11]"]
+        lines += [
+            f"s_add_u32 s10, s4, {hex(256 * k)}",
+            "s_addc_u32 s11, s5, 0",
+            f"global_load_dword v{register}, v255, s[10:11]",
+        ]
     lines.append("s_waitcnt vmcnt(0)")
     if exec_mask is not None:
-        lines += [f"s_mov_b32 exec_lo, {hex(exec_mask & 0xFFFFFFFF)}", f"s_mov_b32 exec_hi, {hex(exec_mask >> 32)}"]
+        lines += [
+            f"s_mov_b32 exec_lo, {hex(exec_mask & 0xFFFFFFFF)}",
+            f"s_mov_b32 exec_hi, {hex(exec_mask >> 32)}",
+        ]
     if mode is not None:
         lines.append(f"s_setreg_imm32_b32 hwreg(1, 0, 32), {hex(mode)}")
     lines += [body, "s_waitcnt vmcnt(0) lgkmcnt(0)", "s_mov_b64 exec, -1"]
     for k, register in enumerate(outputs):
-        lines += [f"s_add_u32 s10, s6, {hex(256 * k)}", "s_addc_u32 s11, s7, 0", f"global_store_dword v255, v{register}, s[10:11]"]
+        lines += [
+            f"s_add_u32 s10, s6, {hex(256 * k)}",
+            "s_addc_u32 s11, s7, 0",
+            f"global_store_dword v255, v{register}, s[10:11]",
+        ]
     lines.append("s_endpgm")
     src = bench.array(source)
     dst = bench.array(np.zeros((max(len(outputs), 1), LANES), dtype=np.uint32))
     extra = bench.array(lds_image if lds_image is not None else np.zeros(16384, dtype=np.uint32))
-    bench.submit("\n".join(lines), [src.ctypes.data, dst.ctypes.data, extra.ctypes.data], lds=lds, name="lanes")
+    bench.submit(
+        "\n".join(lines), [src.ctypes.data, dst.ctypes.data, extra.ctypes.data], lds=lds, name="lanes"
+    )
     bench.run()
     return {r: dst[k].copy() for k, r in enumerate(outputs)} | {-1: extra}

@@ -6,6 +6,7 @@ and ten workgroup-to-XCD mappings: a report must not depend on luck.
 Producer and consumer are two workgroups (hence on two XCDs) of one launch, or launches on two devices; copy engines are
 played by the test, which tells the checker what an engine would.
 """
+# ruff: noqa: E501  (one instruction, one line)
 
 import numpy as np
 import pytest
@@ -83,8 +84,17 @@ def rules(b: Bench) -> set[str]:
 # ------------------------------------------------------------------ two XCDs of one device, rules c and d
 def same_device(seed, produce, consume):
     b = bench(seed)
-    data, flag, out = b.array(np.zeros(128, np.uint32)), b.array(np.zeros(64, np.uint32)), b.array(np.zeros(128, np.uint32))
-    b.submit(two_workgroups(produce, consume), [data.ctypes.data, flag.ctypes.data, out.ctypes.data, 0], grid=(2,), block=(128,))
+    data, flag, out = (
+        b.array(np.zeros(128, np.uint32)),
+        b.array(np.zeros(64, np.uint32)),
+        b.array(np.zeros(128, np.uint32)),
+    )
+    b.submit(
+        two_workgroups(produce, consume),
+        [data.ctypes.data, flag.ctypes.data, out.ctypes.data, 0],
+        grid=(2,),
+        block=(128,),
+    )
     b.run()
     return b, out
 
@@ -148,7 +158,9 @@ def test_right_program_on_two_devices_passes(kind, seed):
         drop = "write back"
     if kind == "write-through":
         swap = {"store": "v_add_u32_e32 v5, 7, v0\nglobal_store_dword v1, v5, s[4:5] sc0 sc1"}
-    b, out = two_devices(seed, program(steps, drop, swap), program(consumer("sc0 sc1", "sc0 sc1")), uncached=kind == "uncached")
+    b, out = two_devices(
+        seed, program(steps, drop, swap), program(consumer("sc0 sc1", "sc0 sc1")), uncached=kind == "uncached"
+    )
     assert b.machine.reports() == []
     assert np.array_equal(out, np.arange(128) + 7)
 
@@ -163,7 +175,9 @@ def test_right_program_on_two_devices_passes(kind, seed):
     ],
 )
 def test_producer_omission_on_two_devices(drop, swap, seed):
-    b, _ = two_devices(seed, program(producer("sc0 sc1", "sc0 sc1"), drop, swap), program(consumer("sc0 sc1", "sc0 sc1")))
+    b, _ = two_devices(
+        seed, program(producer("sc0 sc1", "sc0 sc1"), drop, swap), program(consumer("sc0 sc1", "sc0 sc1"))
+    )
     assert rules(b) & {"c", "d", "order"}
 
 
@@ -173,7 +187,11 @@ def test_unpublished_peer_store_is_reported_where_the_signal_is_sent(drop, seed)
     """The reader may be another process: the producer alone must be enough, unless nothing orders the waves at all."""
     b = bench(seed)
     data, flag = b.array(np.zeros(128, np.uint32), home=1), b.array(np.zeros(64, np.uint32), home=1)
-    b.submit(one_workgroup(program(producer("sc0 sc1", "sc0 sc1"), drop)), [data.ctypes.data, flag.ctypes.data, 0, 0], block=(128,))
+    b.submit(
+        one_workgroup(program(producer("sc0 sc1", "sc0 sc1"), drop)),
+        [data.ctypes.data, flag.ctypes.data, 0, 0],
+        block=(128,),
+    )
     b.run()
     assert drop == "barrier" or "c" in rules(b)
 
@@ -185,14 +203,22 @@ def test_unpublished_peer_store_is_reported_where_the_signal_is_sent(drop, seed)
      (None, {"poll": "POLL:\nglobal_load_dword v6, v3, s[6:7]"}, "d")],
 )  # fmt: skip
 def test_consumer_omission_on_two_devices(drop, swap, rule, seed):
-    b, _ = two_devices(seed, program(producer("sc0 sc1", "sc0 sc1")), program(consumer("sc0 sc1", "sc0 sc1"), drop, swap))
+    b, _ = two_devices(
+        seed, program(producer("sc0 sc1", "sc0 sc1")), program(consumer("sc0 sc1", "sc0 sc1"), drop, swap)
+    )
     assert rule in rules(b)
 
 
 def test_scopes_that_cannot_reach_are_reported():
     b = bench(0)
     peer = b.array(np.zeros(64, np.uint32), home=1)
-    b.submit(one_workgroup(ONLY_LANE_0 + "\nglobal_atomic_add v3, v4, s[4:5]\nglobal_store_short v3, v4, s[4:5] offset:8 sc0 sc1"), [peer.ctypes.data, 0, 0, 0])
+    b.submit(
+        one_workgroup(
+            ONLY_LANE_0
+            + "\nglobal_atomic_add v3, v4, s[4:5]\nglobal_store_short v3, v4, s[4:5] offset:8 sc0 sc1"
+        ),
+        [peer.ctypes.data, 0, 0, 0],
+    )
     b.run()
     assert [r[0] for r in b.machine.reports()] == ["scope", "scope"]
 
@@ -251,8 +277,17 @@ def test_rule_e_omission(drop, uncached, seed):
 def engine_writes(seed, consume, grid=(1,)):
     """The engine copies data in and adds to a signal while the kernel polls."""
     b = bench(seed)
-    data, flag, out = b.array(np.zeros(128, np.uint32)), b.array(np.zeros(64, np.uint32)), b.array(np.zeros(128, np.uint32))
-    b.submit(one_workgroup(consume), [data.ctypes.data, flag.ctypes.data, out.ctypes.data, 0], block=(128,), grid=grid)
+    data, flag, out = (
+        b.array(np.zeros(128, np.uint32)),
+        b.array(np.zeros(64, np.uint32)),
+        b.array(np.zeros(128, np.uint32)),
+    )
+    b.submit(
+        one_workgroup(consume),
+        [data.ctypes.data, flag.ctypes.data, out.ctypes.data, 0],
+        block=(128,),
+        grid=grid,
+    )
     b.machine.run(200)
     data[:] = np.arange(128) + 7
     b.machine.agent_writes("sdma 0", 0, data.ctypes.data, data.nbytes, "copy destination")
@@ -266,7 +301,11 @@ def engine_writes(seed, consume, grid=(1,)):
 @pytest.mark.parametrize("reads", ["after buffer_inv", "with scope bits"])
 def test_rule_b_right_program_passes(reads, seed):
     steps = consumer("sc0 sc1", "sc0 sc1")
-    text = program(steps) if reads == "after buffer_inv" else program(steps, "invalidate", {"read": "global_load_dword v7, v1, s[4:5] sc0 sc1"})
+    text = (
+        program(steps)
+        if reads == "after buffer_inv"
+        else program(steps, "invalidate", {"read": "global_load_dword v7, v1, s[4:5] sc0 sc1"})
+    )
     b, out = engine_writes(seed, text)
     assert b.machine.reports() == []
     assert np.array_equal(out, np.arange(128) + 7)
@@ -288,7 +327,12 @@ def test_kernel_end_publishes_and_start_invalidates():
     data, out = b.array(np.zeros(128, np.uint32)), b.array(np.zeros(128, np.uint32))
     b.submit(one_workgroup("global_store_dword v1, v0, s[4:5]"), [data.ctypes.data, 0, 0, 0], block=(128,))
     b.run()
-    b.submit(one_workgroup(program(consumer("", "")[4:])), [data.ctypes.data, 0, out.ctypes.data, 0], block=(128,), grid=(3,))
+    b.submit(
+        one_workgroup(program(consumer("", "")[4:])),
+        [data.ctypes.data, 0, out.ctypes.data, 0],
+        block=(128,),
+        grid=(3,),
+    )
     b.run()
     assert b.machine.reports() == []
 
@@ -298,12 +342,21 @@ def test_kernel_end_publishes_and_start_invalidates():
     ("body", "what"),
     [
         ("global_load_dword v5, v1, s[4:5]\nv_add_u32_e32 v6, 1, v5", "vmcnt(0)"),
-        ("global_load_dword v5, v1, s[4:5]\nglobal_load_dword v6, v1, s[4:5]\nv_add_u32_e32 v7, 1, v5", "vmcnt(1)"),
-        ("global_load_dword v5, v1, s[4:5]\nglobal_load_dword v6, v1, s[4:5]\ns_waitcnt vmcnt(1)\nv_add_u32_e32 v7, 1, v6", "vmcnt(0)"),
+        (
+            "global_load_dword v5, v1, s[4:5]\nglobal_load_dword v6, v1, s[4:5]\nv_add_u32_e32 v7, 1, v5",
+            "vmcnt(1)",
+        ),
+        (
+            "global_load_dword v5, v1, s[4:5]\nglobal_load_dword v6, v1, s[4:5]\ns_waitcnt vmcnt(1)\nv_add_u32_e32 v7, 1, v6",
+            "vmcnt(0)",
+        ),
         ("s_load_dword s14, s[4:5], 0x0\ns_add_u32 s15, s14, 1", "lgkmcnt(0)"),
         ("ds_read_b32 v5, v1\nv_add_u32_e32 v6, 1, v5", "lgkmcnt(0)"),
         ("global_load_dwordx4 v[8:11], v1, s[4:5]\nv_mov_b32_e32 v10, 0", "overwrites v10"),
-        ("s_mov_b32 m0, 0\nglobal_load_lds_dword v1, s[4:5]\nds_read_b32 v5, v1\ns_waitcnt lgkmcnt(0)", "LDS"),
+        (
+            "s_mov_b32 m0, 0\nglobal_load_lds_dword v1, s[4:5]\nds_read_b32 v5, v1\ns_waitcnt lgkmcnt(0)",
+            "LDS",
+        ),
     ],
 )
 def test_missing_wait_is_reported(body, what):

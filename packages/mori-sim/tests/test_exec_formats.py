@@ -1,4 +1,5 @@
 """Conversions to and from fp8, bf8, fp6, bf6, fp4, bf16, and matrix instructions, against independent NumPy models."""
+# ruff: noqa: E501, E731  (one instruction, one line)
 
 import itertools
 
@@ -7,7 +8,13 @@ import pytest
 from asm950 import LANES, run_lanes
 
 # name -> bits, exponent bits, mantissa bits, bias, kind of specials
-FORMATS = {"fp8": (8, 4, 3, 7, "nan"), "bf8": (8, 5, 2, 15, "inf"), "fp6": (6, 2, 3, 1, ""), "bf6": (6, 3, 2, 3, ""), "fp4": (4, 2, 1, 1, "")}
+FORMATS = {
+    "fp8": (8, 4, 3, 7, "nan"),
+    "bf8": (8, 5, 2, 15, "inf"),
+    "fp6": (6, 2, 3, 1, ""),
+    "bf6": (6, 3, 2, 3, ""),
+    "fp4": (4, 2, 1, 1, ""),
+}
 CBSZ = ["fp8", "bf8", "fp6", "bf6", "fp4"]
 
 
@@ -43,7 +50,14 @@ def nearest(name: str, x: np.ndarray) -> np.ndarray:
 
 def samples(limit: float) -> np.ndarray:
     rng = np.random.default_rng(3)
-    x = np.concatenate([np.linspace(-limit, limit, 31), rng.standard_normal(60) * limit / 3, rng.standard_normal(37) * limit / 2000, [0.0, -0.0, 1e-30, limit, -limit]])
+    x = np.concatenate(
+        [
+            np.linspace(-limit, limit, 31),
+            rng.standard_normal(60) * limit / 3,
+            rng.standard_normal(37) * limit / 2000,
+            [0.0, -0.0, 1e-30, limit, -limit],
+        ]
+    )
     return np.resize(np.clip(x, -limit, limit), 2 * LANES).astype(np.float32)
 
 
@@ -52,7 +66,11 @@ def test_pack_and_unpack_8_bit(name):
     limit = {"fp8": 448.0, "bf8": 57344.0}[name]
     x = samples(limit)
     a, b = x[:LANES], x[LANES:]
-    out = run_lanes(f"v_mov_b32_e32 v20, -1\nv_cvt_pk_{name}_f32 v20, v10, v12\nv_mov_b32_e32 v21, -1\nv_cvt_pk_{name}_f32 v21, v10, v12 op_sel:[0,0,1]", {10: a, 12: b}, [20, 21])
+    out = run_lanes(
+        f"v_mov_b32_e32 v20, -1\nv_cvt_pk_{name}_f32 v20, v10, v12\nv_mov_b32_e32 v21, -1\nv_cvt_pk_{name}_f32 v21, v10, v12 op_sel:[0,0,1]",
+        {10: a, 12: b},
+        [20, 21],
+    )
     want = nearest(name, a) | nearest(name, b) << np.uint32(8)
     assert (out[20] == (want | 0xFFFF0000)).all()
     assert (out[21] == (want << np.uint32(16) | 0xFFFF)).all()
@@ -60,15 +78,27 @@ def test_pack_and_unpack_8_bit(name):
     t = table(name).astype(np.float32)
     for part in range(2):
         c = np.arange(LANES, dtype=np.uint32) * 4 + part
-        word = c | (c + 1 & 255) << np.uint32(8) | (c + 2 & 255) << np.uint32(16) | (c + 3 & 255) << np.uint32(24)
-        got = run_lanes(f"v_cvt_pk_f32_{name}_e32 v[20:21], v10\nv_cvt_pk_f32_{name}_sdwa v[22:23], v10 src0_sel:WORD_1\nv_cvt_f32_{name}_sdwa v24, v10 src0_sel:BYTE_3", {10: word}, [20, 21, 22, 23, 24])
+        word = (
+            c
+            | (c + 1 & 255) << np.uint32(8)
+            | (c + 2 & 255) << np.uint32(16)
+            | (c + 3 & 255) << np.uint32(24)
+        )
+        got = run_lanes(
+            f"v_cvt_pk_f32_{name}_e32 v[20:21], v10\nv_cvt_pk_f32_{name}_sdwa v[22:23], v10 src0_sel:WORD_1\nv_cvt_f32_{name}_sdwa v24, v10 src0_sel:BYTE_3",
+            {10: word},
+            [20, 21, 22, 23, 24],
+        )
         for register, at in ((20, 0), (21, 1), (22, 2), (23, 3), (24, 3)):
             np.testing.assert_array_equal(got[register].view(np.float32), t[codes[(c + at) & 255]])
 
 
 @pytest.mark.parametrize(("name", "over", "most"), [("fp8", 0x7F, 0x7E), ("bf8", 0x7C, 0x7B)])
 def test_out_of_range(name, over, most):
-    x = np.resize(np.array([465.0, 1e6, 3e38, np.inf] if name == "fp8" else [61441.0, 1e6, 3e38, np.inf], np.float32), LANES)
+    x = np.resize(
+        np.array([465.0, 1e6, 3e38, np.inf] if name == "fp8" else [61441.0, 1e6, 3e38, np.inf], np.float32),
+        LANES,
+    )
     line = f"v_cvt_pk_{name}_f32 v20, v10, v10"
     assert (run_lanes(line, {10: x}, [20])[20] & 255 == over).all()
     assert (run_lanes(line, {10: x}, [20], fp8_saturates=True)[20] & 255 == most).all()
@@ -115,14 +145,20 @@ def test_six_bit_blocks(name):
 
 def pack(codes: np.ndarray, width: int) -> np.ndarray:
     """[lanes, n] codes -> [lanes, n * width / 32] dwords, lowest first."""
-    bits = (codes[:, :, None] >> np.arange(width, dtype=np.uint32) & 1).reshape(len(codes), -1).astype(np.uint8)
+    bits = (
+        (codes[:, :, None] >> np.arange(width, dtype=np.uint32) & 1).reshape(len(codes), -1).astype(np.uint8)
+    )
     return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
 
 
 def unpack(words: np.ndarray, width: int) -> np.ndarray:
     bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
     n = bits.shape[1] // width
-    return (bits[:, : n * width].reshape(len(words), n, width) * (1 << np.arange(width))).sum(axis=2).astype(np.uint32)
+    return (
+        (bits[:, : n * width].reshape(len(words), n, width) * (1 << np.arange(width)))
+        .sum(axis=2)
+        .astype(np.uint32)
+    )
 
 
 # ------------------------------------------------------------------ matrix instructions
@@ -136,7 +172,9 @@ def lanes_of(matrix: np.ndarray, width: int, mixed: bool) -> np.ndarray:
     """[rows, k] codes -> [64, codes per lane]"""
     rows, k = matrix.shape
     groups = LANES // rows
-    return np.stack([matrix[lane % rows, k_of(width, lane // rows, groups, k // groups, mixed)] for lane in range(LANES)])
+    return np.stack(
+        [matrix[lane % rows, k_of(width, lane // rows, groups, k // groups, mixed)] for lane in range(LANES)]
+    )
 
 
 def result_of(out: dict[int, np.ndarray], first: int, m: int, dtype) -> np.ndarray:
@@ -148,7 +186,9 @@ def result_of(out: dict[int, np.ndarray], first: int, m: int, dtype) -> np.ndarr
 
 
 def operands(regs_a, regs_b, c, m):
-    inputs = {10 + k: regs_a[:, k] for k in range(regs_a.shape[1])} | {30 + k: regs_b[:, k] for k in range(regs_b.shape[1])}
+    inputs = {10 + k: regs_a[:, k] for k in range(regs_a.shape[1])} | {
+        30 + k: regs_b[:, k] for k in range(regs_b.shape[1])
+    }
     for v in range(m * m // LANES):
         rows = [v // 4 * 4 * (LANES // m) + lane // m * 4 + v % 4 for lane in range(LANES)]
         inputs[64 + v] = c[rows, np.arange(LANES) % m]
@@ -179,16 +219,37 @@ def test_f8f6f4_all_pairs(fa, fb, m, k):
         return
     # scaled, with every choice of scale byte
     sa, sb = (rng.integers(120, 134, (m, k // 32, 4)).astype(np.uint32) for _ in range(2))
-    word = lambda s: np.array([int.from_bytes(bytes(s[lane % m, lane // m].astype(np.uint8)), "little") for lane in range(LANES)], np.uint32)
+    word = lambda s: np.array(
+        [int.from_bytes(bytes(s[lane % m, lane // m].astype(np.uint8)), "little") for lane in range(LANES)],
+        np.uint32,
+    )
     for sel_a, sel_b in ((0, 0), (1, 2), (3, 1)):
         op_sel = f"op_sel:[{sel_a & 1},{sel_b & 1},0] op_sel_hi:[{sel_a >> 1},{sel_b >> 1},0]"
-        out = run_lanes(f"v_mfma_scale_{name} {regs}, v50, v51 {op_sel} {modifiers}", {**operands(ra, rb, c, m), 50: word(sa), 51: word(sb)}, list(range(64, 64 + n)))
+        out = run_lanes(
+            f"v_mfma_scale_{name} {regs}, v50, v51 {op_sel} {modifiers}",
+            {**operands(ra, rb, c, m), 50: word(sa), 51: word(sb)},
+            list(range(64, 64 + n)),
+        )
         va = table(fa)[a] * np.repeat(2.0 ** (sa[:, :, sel_a].astype(float) - 127), 32, axis=1)
         vb = table(fb)[b] * np.repeat(2.0 ** (sb[:, :, sel_b].astype(float) - 127), 32, axis=1)
         np.testing.assert_allclose(result_of(out, 64, m, np.float32), va @ vb.T + c, rtol=2e-7, atol=1e-5)
 
 
-@pytest.mark.parametrize(("m", "k", "kind"), [(16, 32, "f16"), (32, 16, "f16"), (16, 16, "f16"), (32, 8, "f16"), (16, 32, "bf16"), (32, 16, "bf16"), (16, 16, "bf16"), (32, 8, "bf16"), (16, 4, "f32"), (32, 2, "f32")])
+@pytest.mark.parametrize(
+    ("m", "k", "kind"),
+    [
+        (16, 32, "f16"),
+        (32, 16, "f16"),
+        (16, 16, "f16"),
+        (32, 8, "f16"),
+        (16, 32, "bf16"),
+        (32, 16, "bf16"),
+        (16, 16, "bf16"),
+        (32, 8, "bf16"),
+        (16, 4, "f32"),
+        (32, 2, "f32"),
+    ],
+)
 def test_float_matrices(m, k, kind):
     rng = np.random.default_rng(4)
     a, b = (rng.standard_normal((m, k)).astype(np.float32) for _ in range(2))
@@ -204,7 +265,11 @@ def test_float_matrices(m, k, kind):
     width = 32 if kind == "f32" else 16
     ra, rb = (pack(lanes_of(code(x), width, False), width) for x in (a, b))
     n = m * m // LANES
-    out = run_lanes(f"v_mfma_f32_{m}x{m}x{k}_{kind} {reg(64, n)}, {reg(10, ra.shape[1])}, {reg(30, rb.shape[1])}, {reg(64, n)}", operands(ra, rb, c, m), list(range(64, 64 + n)))
+    out = run_lanes(
+        f"v_mfma_f32_{m}x{m}x{k}_{kind} {reg(64, n)}, {reg(10, ra.shape[1])}, {reg(30, rb.shape[1])}, {reg(64, n)}",
+        operands(ra, rb, c, m),
+        list(range(64, 64 + n)),
+    )
     exact = (a.astype(np.float64) @ b.astype(np.float64).T + c).astype(np.float32)
     np.testing.assert_allclose(result_of(out, 64, m, np.float32), exact, rtol=2e-7, atol=1e-6)
 
@@ -216,8 +281,15 @@ def test_integer_matrices(m, k):
     c = rng.integers(-(2**31), 2**31, (m, m)).astype(np.int32)
     ra, rb = (pack(lanes_of((x & 255).astype(np.uint32), 8, False), 8) for x in (a, b))
     n = m * m // LANES
-    out = run_lanes(f"v_mfma_i32_{m}x{m}x{k}_i8 {reg(64, n)}, {reg(10, ra.shape[1])}, {reg(30, rb.shape[1])}, {reg(64, n)}", operands(ra, rb, c, m), list(range(64, 64 + n)))
-    np.testing.assert_array_equal(result_of(out, 64, m, np.int32), (a @ b.T + c.astype(np.int64)).astype(np.uint64).astype(np.uint32).view(np.int32))
+    out = run_lanes(
+        f"v_mfma_i32_{m}x{m}x{k}_i8 {reg(64, n)}, {reg(10, ra.shape[1])}, {reg(30, rb.shape[1])}, {reg(64, n)}",
+        operands(ra, rb, c, m),
+        list(range(64, 64 + n)),
+    )
+    np.testing.assert_array_equal(
+        result_of(out, 64, m, np.int32),
+        (a @ b.T + c.astype(np.int64)).astype(np.uint64).astype(np.uint32).view(np.int32),
+    )
 
 
 def test_fp8_pairs_16x16x32():
@@ -228,8 +300,14 @@ def test_fp8_pairs_16x16x32():
         b[~np.isfinite(table(fb)[b])] = 3
         c = np.zeros((16, 16), np.float32)
         ra, rb = (pack(lanes_of(x, 8, False), 8) for x in (a, b))
-        out = run_lanes(f"v_mfma_f32_16x16x32_{fa}_{fb} v[64:67], v[10:11], v[30:31], v[64:67]", operands(ra, rb, c, 16), [64, 65, 66, 67])
-        np.testing.assert_array_equal(result_of(out, 64, 16, np.float32), (table(fa)[a] @ table(fb)[b].T).astype(np.float32))
+        out = run_lanes(
+            f"v_mfma_f32_16x16x32_{fa}_{fb} v[64:67], v[10:11], v[30:31], v[64:67]",
+            operands(ra, rb, c, 16),
+            [64, 65, 66, 67],
+        )
+        np.testing.assert_array_equal(
+            result_of(out, 64, 16, np.float32), (table(fa)[a] @ table(fb)[b].T).astype(np.float32)
+        )
 
 
 def test_accumulation_orders():
@@ -242,7 +320,13 @@ def test_accumulation_orders():
     c = np.zeros((16, 16), np.float32)
     got = {}
     for order in ("exact", "sequential", "blocked"):
-        out = run_lanes("v_mfma_f32_16x16x32_f16 v[64:67], v[10:13], v[30:33], v[64:67]", operands(ra, rb, c, 16), [64, 65, 66, 67], mfma_order=order, mfma_block=4)
+        out = run_lanes(
+            "v_mfma_f32_16x16x32_f16 v[64:67], v[10:13], v[30:33], v[64:67]",
+            operands(ra, rb, c, 16),
+            [64, 65, 66, 67],
+            mfma_order=order,
+            mfma_block=4,
+        )
         got[order] = result_of(out, 64, 16, np.float32)[0, 0]
     assert got["exact"] == np.float32(1 + 2.0**-21)
     assert got["sequential"] == 1.0
@@ -252,12 +336,22 @@ def test_accumulation_orders():
 def test_f64_matrix():
     rng = np.random.default_rng(4)
     a, b = rng.standard_normal((16, 4)), rng.standard_normal((16, 4))
-    pair = lambda x: np.ascontiguousarray(np.stack([x[lane % 16, lane // 16] for lane in range(LANES)])).view(np.uint32).reshape(LANES, 2)
+    pair = lambda x: (
+        np.ascontiguousarray(np.stack([x[lane % 16, lane // 16] for lane in range(LANES)]))
+        .view(np.uint32)
+        .reshape(LANES, 2)
+    )
     pa, pb = pair(a), pair(b)
-    out = run_lanes("v_mfma_f64_16x16x4_f64 v[64:71], v[10:11], v[30:31], 0", {10: pa[:, 0], 11: pa[:, 1], 30: pb[:, 0], 31: pb[:, 1]}, list(range(64, 72)))
+    out = run_lanes(
+        "v_mfma_f64_16x16x4_f64 v[64:71], v[10:11], v[30:31], 0",
+        {10: pa[:, 0], 11: pa[:, 1], 30: pb[:, 0], 31: pb[:, 1]},
+        list(range(64, 72)),
+    )
     d = np.zeros((16, 16))
     for v in range(4):
-        value = (out[64 + 2 * v].astype(np.uint64) | out[65 + 2 * v].astype(np.uint64) << np.uint64(32)).view(np.float64)
+        value = (out[64 + 2 * v].astype(np.uint64) | out[65 + 2 * v].astype(np.uint64) << np.uint64(32)).view(
+            np.float64
+        )
         for lane in range(LANES):
             d[lane // 16 + 4 * v, lane % 16] = value[lane]
     np.testing.assert_allclose(d, a @ b.T, rtol=1e-14, atol=1e-15)
@@ -266,9 +360,15 @@ def test_f64_matrix():
 def test_blocks_4x4x4_16b():
     rng = np.random.default_rng(4)
     a, b = (rng.standard_normal((16, 4, 4)).astype(np.float16) for _ in range(2))  # [block, row, k]
-    image = lambda x: pack(np.stack([x[lane // 4, lane % 4] for lane in range(LANES)]).view(np.uint16).astype(np.uint32), 16)
+    image = lambda x: pack(
+        np.stack([x[lane // 4, lane % 4] for lane in range(LANES)]).view(np.uint16).astype(np.uint32), 16
+    )
     ra, rb = image(a), image(b)
-    out = run_lanes("v_mfma_f32_4x4x4_16b_f16 v[64:67], v[10:11], v[30:31], 0", {10: ra[:, 0], 11: ra[:, 1], 30: rb[:, 0], 31: rb[:, 1]}, [64, 65, 66, 67])
+    out = run_lanes(
+        "v_mfma_f32_4x4x4_16b_f16 v[64:67], v[10:11], v[30:31], 0",
+        {10: ra[:, 0], 11: ra[:, 1], 30: rb[:, 0], 31: rb[:, 1]},
+        [64, 65, 66, 67],
+    )
     for block in range(16):
         want = a[block].astype(np.float64) @ b[block].astype(np.float64).T
         got = np.array([[out[64 + r].view(np.float32)[4 * block + c] for c in range(4)] for r in range(4)])

@@ -1,4 +1,5 @@
 """Scalar unit, memory, LDS, atomics, lane movement, faults and scheduling."""
+# ruff: noqa: E501  (one instruction, one line)
 
 import numpy as np
 import pytest
@@ -83,18 +84,46 @@ OPERAND = np.resize(np.array([1, 0xFFFFFFFF, 5, 3, 0x80000001, 7, 100], np.uint3
 @pytest.mark.parametrize("space", ["global", "flat", "buffer", "ds"])
 @pytest.mark.parametrize("op", RMW)
 def test_atomics_return_the_old_value(space, op):
-    body = ["global_store_dword v255, v10, s[8:9]", "s_waitcnt vmcnt(0)", f"s_mov_b32 exec_lo, {hex(PARTLY_OFF & 0xFFFFFFFF)}", f"s_mov_b32 exec_hi, {hex(PARTLY_OFF >> 32)}"]
+    body = [
+        "global_store_dword v255, v10, s[8:9]",
+        "s_waitcnt vmcnt(0)",
+        f"s_mov_b32 exec_lo, {hex(PARTLY_OFF & 0xFFFFFFFF)}",
+        f"s_mov_b32 exec_hi, {hex(PARTLY_OFF >> 32)}",
+    ]
     if space == "global":
         body.append(f"global_atomic_{op} v20, v255, v12, s[8:9] sc0")
     elif space == "flat":
-        body += ["v_mov_b32_e32 v31, s9", "v_add_co_u32_e32 v30, vcc, s8, v255", "v_addc_co_u32_e32 v31, vcc, 0, v31, vcc", f"flat_atomic_{op} v20, v[30:31], v12 sc0"]
+        body += [
+            "v_mov_b32_e32 v31, s9",
+            "v_add_co_u32_e32 v30, vcc, s8, v255",
+            "v_addc_co_u32_e32 v31, vcc, 0, v31, vcc",
+            f"flat_atomic_{op} v20, v[30:31], v12 sc0",
+        ]
     elif space == "buffer":
-        body += ["s_mov_b32 s12, s8", "s_mov_b32 s13, s9", "s_mov_b32 s14, 0x1000", "s_mov_b32 s15, 0x27000", "v_mov_b32_e32 v20, v12", f"buffer_atomic_{op} v20, v255, s[12:15], 0 offen sc0"]
+        body += [
+            "s_mov_b32 s12, s8",
+            "s_mov_b32 s13, s9",
+            "s_mov_b32 s14, 0x1000",
+            "s_mov_b32 s15, 0x27000",
+            "v_mov_b32_e32 v20, v12",
+            f"buffer_atomic_{op} v20, v255, s[12:15], 0 offen sc0",
+        ]
     else:
         body.insert(0, "ds_write_b32 v255, v10")
-        name = {"swap": "wrxchg_rtn_b32", "smin": "min_rtn_i32", "umax": "max_rtn_u32"}.get(op, f"{op}_rtn_" + ("b32" if op in ("and", "or", "xor") else "u32"))
-        body += [f"ds_{name} v20, v255, v12", "s_waitcnt lgkmcnt(0)", "s_mov_b64 exec, -1", "ds_read_b32 v21, v255", "s_waitcnt lgkmcnt(0)", "global_store_dword v255, v21, s[8:9]"]
-    out = run_lanes("\n".join(body), {10: MEMORY, 12: OPERAND, 20: np.full(LANES, 9, np.uint32)}, [20], lds=1024)
+        name = {"swap": "wrxchg_rtn_b32", "smin": "min_rtn_i32", "umax": "max_rtn_u32"}.get(
+            op, f"{op}_rtn_" + ("b32" if op in ("and", "or", "xor") else "u32")
+        )
+        body += [
+            f"ds_{name} v20, v255, v12",
+            "s_waitcnt lgkmcnt(0)",
+            "s_mov_b64 exec, -1",
+            "ds_read_b32 v21, v255",
+            "s_waitcnt lgkmcnt(0)",
+            "global_store_dword v255, v21, s[8:9]",
+        ]
+    out = run_lanes(
+        "\n".join(body), {10: MEMORY, 12: OPERAND, 20: np.full(LANES, 9, np.uint32)}, [20], lds=1024
+    )
     assert (out[20][ON] == MEMORY[ON]).all()
     assert (out[-1][:LANES] == np.where(ON, RMW[op](MEMORY, OPERAND), MEMORY)).all()
     if space != "buffer":
@@ -117,7 +146,18 @@ def test_wide_and_float_atomics():
     """
     ones = np.full(LANES, 0xFFFFFFFF, np.uint32)
     x = np.linspace(-4, 4, LANES, dtype=np.float32)
-    inputs = {10: ones, 11: LANE, 12: LANE + 1, 13: LANE * 0, 14: LANE + 7, 15: LANE + 8, 16: LANE, 17: LANE + 1, 18: x, 19: LANE * 0}
+    inputs = {
+        10: ones,
+        11: LANE,
+        12: LANE + 1,
+        13: LANE * 0,
+        14: LANE + 7,
+        15: LANE + 8,
+        16: LANE,
+        17: LANE + 1,
+        18: x,
+        19: LANE * 0,
+    }
     out = run_lanes(body, inputs, [20, 21, 22])
     assert (out[20] == ones).all()
     assert (out[21] == LANE).all()
@@ -178,7 +218,16 @@ def test_lds_two_address_and_wide_forms():
     """
     a = [LANE * 3 + k * 0x10000 for k in range(4)]
     out = run_lanes(body, {10: a[0], 11: a[1], 12: a[2], 13: a[3], 25: LANE}, list(range(20, 28)), lds=8192)
-    for register, want in ((20, a[1]), (21, a[3]), (22, a[0]), (23, a[1]), (24, a[2]), (25, LANE | a[0] & 0xFFFF0000), (26, a[1]), (27, a[0])):
+    for register, want in (
+        (20, a[1]),
+        (21, a[3]),
+        (22, a[0]),
+        (23, a[1]),
+        (24, a[2]),
+        (25, LANE | a[0] & 0xFFFF0000),
+        (26, a[1]),
+        (27, a[0]),
+    ):
         assert (out[register] == want).all(), register
 
 
@@ -195,7 +244,9 @@ def test_lds_two_address_and_wide_forms():
     ],
 )  # fmt: skip
 def test_lane_movement(line, source):
-    out = run_lanes(f"{line}\ns_waitcnt lgkmcnt(0)", {10: LANE + 100, 12: (LANE * 7 + 3) * 4, 20: LANE * 0}, [20])
+    out = run_lanes(
+        f"{line}\ns_waitcnt lgkmcnt(0)", {10: LANE + 100, 12: (LANE * 7 + 3) * 4, 20: LANE * 0}, [20]
+    )
     assert (out[20] == np.array([source(k) for k in range(LANES)]) + 100).all()
 
 
@@ -216,9 +267,30 @@ def test_permlane_swap(rows):
 
 
 def test_readlane_writelane_readfirstlane():
-    out = run_lanes("v_readlane_b32 s20, v10, 37\nv_writelane_b32 v10, s20, 2\nv_readfirstlane_b32 s21, v10\nv_mov_b32_e32 v20, s21", {10: LANE + 1}, [10, 20], exec_mask=PARTLY_OFF & ~1)
+    out = run_lanes(
+        "v_readlane_b32 s20, v10, 37\nv_writelane_b32 v10, s20, 2\nv_readfirstlane_b32 s21, v10\nv_mov_b32_e32 v20, s21",
+        {10: LANE + 1},
+        [10, 20],
+        exec_mask=PARTLY_OFF & ~1,
+    )
     assert out[10][2] == 38
     assert out[20][31] == 32  # lane 31 is the first active one
+
+
+def test_vgpr_indexing():
+    body = """
+    s_mov_b32 s20, 3
+    s_set_gpr_idx_on s20, gpr_idx(SRC0)
+    v_mov_b32_e32 v20, v10
+    s_set_gpr_idx_mode 8
+    v_mov_b32_e32 v20, v11
+    s_set_gpr_idx_off
+    v_mov_b32_e32 v24, v10
+    """
+    out = run_lanes(body, {10: LANE, 11: LANE + 50, 13: LANE + 100, 23: LANE * 0}, [20, 23, 24])
+    assert (out[20] == LANE + 100).all()
+    assert (out[23] == LANE + 50).all()
+    assert (out[24] == LANE).all()
 
 
 @pytest.mark.parametrize(("bits", "name"), [(16, "b64_tr_b16"), (8, "b64_tr_b8"), (4, "b64_tr_b4")])
@@ -231,7 +303,12 @@ def test_transposing_reads_give_columns(bits, name):
     for k, v in enumerate(tile.ravel()):
         image[k * bits // 64] |= v << np.uint64(k * bits % 64)
     w = image.view(np.uint32).reshape(LANES, 2)
-    out = run_lanes(f"v_lshlrev_b32_e32 v30, 3, v254\nds_write_b64 v30, v[10:11]\nds_read_{name} v[20:21], v30\ns_waitcnt lgkmcnt(0)", {10: w[:, 0], 11: w[:, 1]}, [20, 21], lds=1024)
+    out = run_lanes(
+        f"v_lshlrev_b32_e32 v30, 3, v254\nds_write_b64 v30, v[10:11]\nds_read_{name} v[20:21], v30\ns_waitcnt lgkmcnt(0)",
+        {10: w[:, 0], 11: w[:, 1]},
+        [20, 21],
+        lds=1024,
+    )
     got = out[20].astype(np.uint64) | out[21].astype(np.uint64) << np.uint64(32)
     for lane in range(LANES):
         column = tile[lane // 16, :, lane % 16]
@@ -297,12 +374,27 @@ s_endpgm
 """
 
 
-@pytest.mark.parametrize("options", [{}, {"order": "random", "seed": 1}, {"order": "random", "seed": 2, "slice": 7}, {"order": "rank_delayed", "delayed_rank": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"order": "random", "seed": 1},
+        {"order": "random", "seed": 2, "slice": 7},
+        {"order": "rank_delayed", "delayed_rank": 1},
+    ],
+)
 def test_a_spin_lock_between_workgroups_and_ranks_makes_progress(options):
     bench = Bench(**options)
     a = bench.array(np.zeros(2, np.uint32))
     for rank in range(2):
-        bench.submit(LOCK, [a.ctypes.data], grid=(40,), block=(256,), device=rank, base=0x10_0000_0000 + rank * 0x1000_0000)
+        bench.submit(
+            LOCK,
+            [a.ctypes.data],
+            grid=(40,),
+            block=(256,),
+            device=rank,
+            base=0x10_0000_0000 + rank * 0x1000_0000,
+        )
     bench.run()
     assert a[1] == 2 * 40 * 4
     assert a[0] == 0
@@ -320,7 +412,11 @@ def test_more_workgroups_than_fit_at_once():
 def test_watchdog_names_what_is_polled():
     bench = Bench()
     a = bench.array(np.full(1, 41, np.uint32))
-    bench.submit("s_load_dwordx2 s[4:5], s[0:1], 0x0\nv_mov_b32_e32 v1, 0\ns_waitcnt lgkmcnt(0)\nL: global_load_dword v2, v1, s[4:5] sc0 sc1\ns_waitcnt vmcnt(0)\ns_branch L", [a.ctypes.data], name="stuck")
+    bench.submit(
+        "s_load_dwordx2 s[4:5], s[0:1], 0x0\nv_mov_b32_e32 v1, 0\ns_waitcnt lgkmcnt(0)\nL: global_load_dword v2, v1, s[4:5] sc0 sc1\ns_waitcnt vmcnt(0)\ns_branch L",
+        [a.ctypes.data],
+        name="stuck",
+    )
     bench.machine.run(10000)
     report = bench.machine.watchdog_report()
     for w in ("stuck", f"polls {hex(a.ctypes.data)}", "saw 0x29", "wave 0"):

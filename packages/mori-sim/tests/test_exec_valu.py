@@ -3,6 +3,7 @@
 Each case is one line of assembly over fixed registers: v10:v11 holds source 0, v12:v13 source 1, v14:v15 source 2,
 v20:v21 the destination (preset to a pattern). Operands run over all pairs of the edge values of their type.
 """
+# ruff: noqa: E501, E731  (one instruction, one line)
 
 import math
 
@@ -15,11 +16,86 @@ F32 = np.array(
      16777216.0, 16777217.0, 2147483648.0, -2147483648.0, 4294967296.0, 0.1, 1e10, 1.0000001, 448.0, 464.0, 480.0, 0.0009765625, 240.0, 57344.0, 65520.0, 6.0],
     dtype=np.float32,
 )  # fmt: skip
-F16 = np.array([0, -0.0, 1, -1, 0.5, 1.5, -2.5, 65504, -65504, np.inf, -np.inf, np.nan, 6e-8, -6e-5, 6.1e-5, 2048, 2049, 0.1, 3, 1000], dtype=np.float16)
-F64 = np.array([0.0, -0.0, 1.0, -1.5, 1e-310, 1.7976931348623157e308, np.inf, -np.inf, np.nan, 0.1, 2.0**53 + 1, -3.0, 4294967295.5, -2147483649.0], dtype=np.float64)
-I32 = np.array([0, 1, 2, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFE, 0x12345678, 0x00FF00FF, 0xFFFF, 0x10000, 0xFFFFFF, 0x800000], dtype=np.uint32)
+F16 = np.array(
+    [
+        0,
+        -0.0,
+        1,
+        -1,
+        0.5,
+        1.5,
+        -2.5,
+        65504,
+        -65504,
+        np.inf,
+        -np.inf,
+        np.nan,
+        6e-8,
+        -6e-5,
+        6.1e-5,
+        2048,
+        2049,
+        0.1,
+        3,
+        1000,
+    ],
+    dtype=np.float16,
+)
+F64 = np.array(
+    [
+        0.0,
+        -0.0,
+        1.0,
+        -1.5,
+        1e-310,
+        1.7976931348623157e308,
+        np.inf,
+        -np.inf,
+        np.nan,
+        0.1,
+        2.0**53 + 1,
+        -3.0,
+        4294967295.5,
+        -2147483649.0,
+    ],
+    dtype=np.float64,
+)
+I32 = np.array(
+    [
+        0,
+        1,
+        2,
+        31,
+        32,
+        33,
+        0x7FFFFFFF,
+        0x80000000,
+        0xFFFFFFFF,
+        0xFFFFFFFE,
+        0x12345678,
+        0x00FF00FF,
+        0xFFFF,
+        0x10000,
+        0xFFFFFF,
+        0x800000,
+    ],
+    dtype=np.uint32,
+)
 I16 = np.array([0, 1, 2, 15, 16, 0x7FFF, 0x8000, 0xFFFF, 0xFFFE, 0x1234, 0x00FF], dtype=np.uint32)
-I64 = np.array([0, 1, 63, 0x7FFFFFFFFFFFFFFF, 0x8000000000000000, 0xFFFFFFFFFFFFFFFF, 0x123456789ABCDEF0, 0xFFFFFFFF, 0x100000000], dtype=np.uint64)
+I64 = np.array(
+    [
+        0,
+        1,
+        63,
+        0x7FFFFFFFFFFFFFFF,
+        0x8000000000000000,
+        0xFFFFFFFFFFFFFFFF,
+        0x123456789ABCDEF0,
+        0xFFFFFFFF,
+        0x100000000,
+    ],
+    dtype=np.uint64,
+)
 EDGES = {"f": F32, "h": F16, "d": F64, "u": I32, "i": I32, "w": I16, "q": I64}
 PARTLY_OFF = 0x0F0F_F00D_8000_0001
 
@@ -65,11 +141,17 @@ def bits(values: np.ndarray, kind: str) -> np.ndarray:
         return np.asarray(values, np.float16).view(np.uint16).astype(np.uint32)
     if kind == "q":
         return np.asarray(values).astype(np.uint64)
-    return np.asarray(values).astype(np.int64).astype(np.uint32) if np.asarray(values).dtype.kind == "i" else np.asarray(values).astype(np.uint32)
+    return (
+        np.asarray(values).astype(np.int64).astype(np.uint32)
+        if np.asarray(values).dtype.kind == "i"
+        else np.asarray(values).astype(np.uint32)
+    )
 
 
 def is_nan(b: np.ndarray, kind: str) -> np.ndarray:
-    view = {"f": (np.uint32, np.float32), "d": (np.uint64, np.float64), "h": (np.uint16, np.float16)}.get(kind)
+    view = {"f": (np.uint32, np.float32), "d": (np.uint64, np.float64), "h": (np.uint16, np.float16)}.get(
+        kind
+    )
     return np.isnan(b.astype(view[0]).view(view[1])) if view else np.zeros(b.shape, bool)
 
 
@@ -80,7 +162,12 @@ def check(line: str, kinds: str, result: str, model, **options) -> None:
             got = execute(line, kinds, columns, result in "dq", **options)
             both = is_nan(want, result) & is_nan(got, result)  # a NaN's payload is not compared
             bad = np.flatnonzero(~both & (got != want))
-            assert bad.size == 0, (line, [hex(int(words(c, k)[0][bad[0]])) for c, k in zip(columns, kinds, strict=True)], hex(int(got[bad[0]])), hex(int(want[bad[0]])))
+            assert bad.size == 0, (
+                line,
+                [hex(int(words(c, k)[0][bad[0]])) for c, k in zip(columns, kinds, strict=True)],
+                hex(int(got[bad[0]])),
+                hex(int(want[bad[0]])),
+            )
     columns = operand_sets(kinds)[0]
     with np.errstate(all="ignore"):
         want = bits(model(*columns), result)
@@ -270,7 +357,15 @@ def perm(a, b, c):
     out = 0
     for k in range(4):
         s = c >> 8 * k & 255
-        v = 255 if s >= 13 else 0 if s == 12 else (255 if source[2 * (s - 8) + 1] >> 7 else 0) if s >= 8 else source[s]
+        v = (
+            255
+            if s >= 13
+            else 0
+            if s == 12
+            else (255 if source[2 * (s - 8) + 1] >> 7 else 0)
+            if s >= 8
+            else source[s]
+        )
         out |= v << 8 * k
     return out
 
@@ -292,8 +387,16 @@ def test_rounding_modes(op, round_bits, direction):
     """f32 results in the three directed modes lie on the right side of, or at, the exact value."""
     rng = np.random.default_rng(1)
     a, b, c = (rng.standard_normal(LANES).astype(np.float32) for _ in range(3))
-    line = {"add": "v_add_f32_e32 v20, v10, v12", "mul": "v_mul_f32_e32 v20, v10, v12", "fma": "v_fma_f32 v20, v10, v12, v14"}[op]
-    exact = {"add": a.astype(np.float64) + b, "mul": a.astype(np.float64) * b, "fma": a.astype(np.float64) * b + c}[op]
+    line = {
+        "add": "v_add_f32_e32 v20, v10, v12",
+        "mul": "v_mul_f32_e32 v20, v10, v12",
+        "fma": "v_fma_f32 v20, v10, v12, v14",
+    }[op]
+    exact = {
+        "add": a.astype(np.float64) + b,
+        "mul": a.astype(np.float64) * b,
+        "fma": a.astype(np.float64) * b + c,
+    }[op]
     got = execute(line, "fff", [a, b, c], False, mode=0x2F0 | round_bits).view(np.float32)
     if direction == 0.0:
         assert (np.abs(got) <= np.abs(exact)).all()
@@ -335,4 +438,9 @@ def test_division_sequence_is_correctly_rounded():
         got = execute(body, "ff", [a, b], False).view(np.float32)
         normal = np.abs(want) >= 1.1754944e-38  # a quotient that is denormal may be rounded twice
         same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
-        assert (same | ~normal & (np.abs(got - want) <= 1.5e-45)).all(), (a[~same], b[~same], got[~same], want[~same])
+        assert (same | ~normal & (np.abs(got - want) <= 1.5e-45)).all(), (
+            a[~same],
+            b[~same],
+            got[~same],
+            want[~same],
+        )

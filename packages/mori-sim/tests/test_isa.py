@@ -1,14 +1,16 @@
 """The decoder against LLVM: every opcode row is encoded, printed, assembled again and must give the same bytes."""
+# ruff: noqa: E501, E731  (one instruction, one line)
 
 import random
 
 import pytest
 from asm950 import assemble
+
 from mori_sim import _exec
 
 # Rows LLVM's gfx950 assembler has no spelling for in this form: other members of the family have them.
 NOT_IN_LLVM = {
-    "s_set_gpr_idx_on", "s_set_valu_coexec_mode", "v_madmk_f16", "v_madak_f16", "v_readfirstlane_b32", "v_swap_b32",
+    "s_set_valu_coexec_mode", "v_madmk_f16", "v_madak_f16", "v_readfirstlane_b32", "v_swap_b32",
     "v_accvgpr_mov_b32", "v_mfma_f32_16x16x8_xf32", "v_mfma_f32_32x32x4_xf32",
 }  # fmt: skip
 
@@ -27,13 +29,28 @@ def encode(fmt, op, name, dst, s0, s1, s2, rng) -> bytes | None:
     elif fmt == "sop2":
         w = [2 << 30 | op << 23 | (sg() if dst else 0) << 16 | sg() << 8 | sg()]
     elif fmt == "sopc":
-        w = [0x17E << 23 | op << 16 | sg() << 8 | sg()]
+        w = [0x17E << 23 | op << 16 | (9 if name == "s_set_gpr_idx_on" else sg()) << 8 | sg()]
     elif fmt == "sopk":
-        w = [0xB << 28 | op << 23 | (0 if name == "s_setreg_imm32_b32" else sg()) << 16 | (0x1801 if "reg" in name else 0x1234)]
+        w = [
+            0xB << 28
+            | op << 23
+            | (0 if name == "s_setreg_imm32_b32" else sg()) << 16
+            | (0x1801 if "reg" in name else 0x1234)
+        ]
         if name == "s_setreg_imm32_b32":
             w.append(0x12345)
     elif fmt == "sopp":
-        w = [0x17F << 23 | op << 16 | (0x0F70 if name == "s_waitcnt" else 3 if "branch" in name or name in ("s_nop", "s_sleep", "s_setprio", "s_trap", "s_sethalt") else 0)]
+        w = [
+            0x17F << 23
+            | op << 16
+            | (
+                0x0F70
+                if name == "s_waitcnt"
+                else 3
+                if "branch" in name or name in ("s_nop", "s_sleep", "s_setprio", "s_trap", "s_sethalt")
+                else 0
+            )
+        ]
     elif fmt == "smem":
         w = [0x30 << 26 | op << 18 | 1 << 17 | sg() << 6 | sg() // 2, 0x40]
         if "time" in name:
@@ -53,7 +70,11 @@ def encode(fmt, op, name, dst, s0, s1, s2, rng) -> bytes | None:
     elif fmt == "vopc":
         w = [0x3E << 25 | op << 17 | v(s1) << 9 | src(s0)]
     elif fmt in ("vop3", "vop3sd"):
-        d = v(dst) if not name.startswith("v_cmp") and "readlane" not in name and "readfirst" not in name else sg()
+        d = (
+            v(dst)
+            if not name.startswith("v_cmp") and "readlane" not in name and "readfirst" not in name
+            else sg()
+        )
         lo = 0x34 << 26 | op << 16 | (d if dst else 0)
         if fmt == "vop3sd":
             lo |= sg() << 8
@@ -67,16 +88,21 @@ def encode(fmt, op, name, dst, s0, s1, s2, rng) -> bytes | None:
         if name == "v_mfma_ld_scale_b32":
             return None
         d, a, b = v(dst), src(s0) if s0 else 0, src(s1) if s1 else 0
-        c = 256 + d if "mfma" in name and s2 else src(s2) if s2 else 0  # a partial overlap of C and D is not legal
+        c = (
+            256 + d if "mfma" in name and s2 else src(s2) if s2 else 0
+        )  # a partial overlap of C and D is not legal
         w = [0x1A7 << 23 | op << 16 | d, a | b << 9 | c << 18]
-        if "mfma" not in name and "smfmac" not in name and "accvgpr" not in name:
-            if "mad_mix" not in name:
-                w[1] |= 3 << 27
-                w[0] |= 1 << 14
+        if not any(part in name for part in ("mfma", "smfmac", "accvgpr", "mad_mix")):
+            w = [w[0] | 1 << 14, w[1] | 3 << 27]  # op_sel_hi: all ones is the plain form
         if "accvgpr" in name:
             w = [w[0] | 1 << 14, w[1] | 3 << 27]
     elif fmt == "vop3px2":
-        w = [0xD3AC0000, src(32) | src(32) << 9, 0x1A7 << 23 | op << 16 | v(dst) | 1 << 11, src(s0) | src(s1) << 9 | src(s2) << 18]
+        w = [
+            0xD3AC0000,
+            src(32) | src(32) << 9,
+            0x1A7 << 23 | op << 16 | v(dst) | 1 << 11,
+            src(s0) | src(s1) << 9 | src(s2) << 18,
+        ]
     elif fmt == "mubuf":
         cache = "wbl2" in name or name == "buffer_inv"
         w = [0x38 << 26 | op << 18 | (0 if cache else 1 << 12 | 0x123) | 1 << 14 | 1 << 15 * cache]
@@ -88,7 +114,10 @@ def encode(fmt, op, name, dst, s0, s1, s2, rng) -> bytes | None:
     elif fmt in ("flat", "global", "scratch"):
         seg = {"flat": 0, "scratch": 1, "global": 2}[fmt]
         saddr = 0x7F if fmt != "global" else sg()
-        w = [0x37 << 26 | op << 18 | seg << 14 | 0x10 | (1 << 13 if fmt == "scratch" else 0), v(64) | saddr << 16]
+        w = [
+            0x37 << 26 | op << 18 | seg << 14 | 0x10 | (1 << 13 if fmt == "scratch" else 0),
+            v(64) | saddr << 16,
+        ]
         if fmt == "flat":
             w[1] = v(64)
         if "atomic" in name:
@@ -154,7 +183,7 @@ v_bitop3_b32 v0, v1, v2, v3 bitop3:0x96
 v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:15], v[0:3] blgp:4
 v_mfma_f32_16x16x128_f8f6f4 a[0:3], v[4:9], a[12:19], a[0:3] cbsz:2
 v_mfma_scale_f32_32x32x64_f8f6f4 v[0:15], v[20:23], v[28:33], v[0:15], v40, v41 op_sel:[1,0,0] op_sel_hi:[0,1,0] cbsz:4 blgp:2
-v_mfma_f32_16x16x4_4b_f32 a[0:15], v1, v2, a[0:15] cbsz:1 abid:2
+v_mfma_f32_16x16x1_4b_f32 a[0:15], v1, v2, a[0:15] cbsz:1 abid:2
 buffer_load_dwordx4 v1, s[4:7], s8 offen offset:16 sc0 nt sc1 lds
 buffer_load_dword v1, v[2:3], s[4:7], 0 idxen offen offset:4095
 buffer_wbl2 sc0 sc1

@@ -1,6 +1,7 @@
 // LDS: reads, writes, atomics with and without return, and the lane permutes that go through its crossbar.
 // Every access is checked against the workgroup's allocation.
 #include <memory>
+#include <mutex>
 
 #include "coherence/checker.hpp"
 #include "exec/atomics.hpp"
@@ -299,6 +300,8 @@ RunFn lds_unit(Op* op) {
     if (m->rmw == Rmw::none) return nullptr;
     fn = rmw;
   }
+  static std::mutex guard;
+  std::lock_guard<std::mutex> lock(guard);
   kept.push_back(std::move(m));
   op->impl = kept.back().get();
   return fn;

@@ -155,7 +155,7 @@ struct Machine::Impl {
     w.ctx = &ctx;
     w.group = &g;
     w.counters = k.counters;
-    w.scc = w.yield = false;
+    w.scc = w.yield = w.indexes_vgprs = false;
     w.status = WaveStatus::runs;
     w.index = index;
     w.uid = next_uid++;
@@ -221,6 +221,19 @@ struct Machine::Impl {
     return nullptr;
   }
 
+  static void run_indexed(Wave& w, const Op& plain) {
+    Op op = plain;
+    const uint32_t m0 = w.s[kM0];
+    auto shift = [&](uint16_t* r, unsigned bit) {
+      if (*r >= kVgpr && *r < kAgpr && (m0 >> (12 + bit) & 1)) *r = static_cast<uint16_t>(*r + (m0 & 255));
+    };
+    for (unsigned k = 0; k < plain.num_src; ++k) shift(&op.src[k], k);
+    shift(&op.dst, 3);
+    for (uint16_t r : {op.dst, op.src[0], op.src[1], op.src[2]})
+      if (r >= kAgpr && r < kAgpr + 256 && plain.dst < kAgpr) return w.stop("VGPR index leads past v255");
+    op.run(w, op);
+  }
+
   template <bool strict>
   unsigned turn_of(Wave& w, unsigned slice) {
     uint64_t by_category[12] = {};
@@ -254,7 +267,8 @@ struct Machine::Impl {
       ctx.ticks++;
       by_category[static_cast<int>(op->category)]++;
       ++n;
-      op->run(w, *op);
+      if (w.indexes_vgprs && op->category == Category::valu) run_indexed(w, *op);
+      else op->run(w, *op);
       if (w.yield) break;
     }
     Counters& c = *w.counters;

@@ -1,6 +1,7 @@
 // Matrix instructions: shapes from the mnemonic, operands as register rows. The arithmetic is in matrix.inc.
 #include <cstdio>
 #include <memory>
+#include <mutex>
 
 #include "exec/units.hpp"
 
@@ -41,6 +42,8 @@ const MatrixShape* shape_of(const char* name) {
   char a = element_type(part[t]), b = t + 1 < part.size() ? element_type(part[t + 1]) : a;
   if (!a || !b) return nullptr;
   char out = part[0] == "i32" ? 'i' : part[0] == "f64" ? 'd' : 'f';
+  static std::mutex guard;
+  std::lock_guard<std::mutex> lock(guard);
   kept.push_back(std::make_unique<MatrixShape>(MatrixShape{name, static_cast<uint8_t>(m), static_cast<uint8_t>(c), static_cast<uint8_t>(k),
                                                            static_cast<uint8_t>(blocks), a, b, out, false}));
   return kept.back().get();

@@ -293,6 +293,16 @@ void movreld(Wave& w, const Op& op) { write32(w, (op.dst + w.s[kM0]) & 127, read
 void movrels64(Wave& w, const Op& op) { write64(w, op.dst, read64(w, op, (op.src[0] + w.s[kM0]) & 126)); }
 void movreld64(Wave& w, const Op& op) { write64(w, (op.dst + w.s[kM0]) & 126, read64(w, op, op.src[0])); }
 
+// VGPR indexing: while it is on, M0[7:0] is added to the VGPR operands that M0[15:12] names (machine.cpp applies it).
+void set_index(Wave& w, uint32_t index, uint32_t which) { w.s[kM0] = (w.s[kM0] & 0xffff0f00u) | (index & 255) | (which & 15) << 12; }
+void gpr_idx_on(Wave& w, const Op& op) {
+  set_index(w, read32(w, op, op.src[0]), op.src[1]);  // the second operand is the four bits themselves
+  w.indexes_vgprs = true;
+}
+void gpr_idx_off(Wave& w, const Op&) { w.indexes_vgprs = false; }
+void gpr_idx_idx(Wave& w, const Op& op) { w.s[kM0] = (w.s[kM0] & ~255u) | (read32(w, op, op.src[0]) & 255); }
+void gpr_idx_mode(Wave& w, const Op& op) { set_index(w, w.s[kM0], static_cast<uint32_t>(op.simm16)); }
+
 #define ROW(name) {#name, run_##name}
 #define ROW2(op) {"s_" #op "_b32", run_s_##op##_b32}, {"s_" #op "_b64", run_s_##op##_b64}
 const std::unordered_map<std::string, RunFn>& table() {
@@ -320,6 +330,7 @@ const std::unordered_map<std::string, RunFn>& table() {
       {"s_getreg_b32", getreg}, {"s_setreg_b32", setreg}, {"s_setreg_imm32_b32", setreg_imm}, {"s_call_b64", call},
       {"s_getpc_b64", getpc}, {"s_setpc_b64", setpc}, {"s_swappc_b64", swappc},
       {"s_movrels_b32", movrels}, {"s_movreld_b32", movreld}, {"s_movrels_b64", movrels64}, {"s_movreld_b64", movreld64},
+      {"s_set_gpr_idx_on", gpr_idx_on}, {"s_set_gpr_idx_off", gpr_idx_off}, {"s_set_gpr_idx_idx", gpr_idx_idx}, {"s_set_gpr_idx_mode", gpr_idx_mode},
       {"s_nop", nop}, {"s_endpgm", endpgm}, {"s_branch", branch<0>}, {"s_wakeup", nop}, {"s_cbranch_scc0", branch<1>},
       {"s_cbranch_scc1", branch<2>}, {"s_cbranch_vccz", branch<3>}, {"s_cbranch_vccnz", branch<4>},
       {"s_cbranch_execz", branch<5>}, {"s_cbranch_execnz", branch<6>}, {"s_barrier", barrier}, {"s_waitcnt", wait},

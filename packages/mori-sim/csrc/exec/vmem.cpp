@@ -4,6 +4,8 @@
 // Memory is shared with other threads and processes: aligned dwords are read and written atomically, system-scope
 // accesses carry fences, read-modify-writes are host atomics.
 #include <atomic>
+#include <memory>
+#include <mutex>
 
 #include "coherence/checker.hpp"
 #include "exec/atomics.hpp"
@@ -82,6 +84,8 @@ const MemImpl* describe(const Op& op) {
     m->place = has(n, "d16_hi") ? Place::high : has(n, "d16") ? Place::low : Place::whole;
     if (m->move == Move::store && m->place == Place::low) m->place = Place::whole;
   }
+  static std::mutex guard;
+  std::lock_guard<std::mutex> lock(guard);
   kept.push_back(std::move(m));
   return kept.back().get();
 }

@@ -67,7 +67,7 @@ struct Wave {
   ExecContext* ctx = nullptr;
   Workgroup* group = nullptr;
   Counters* counters = nullptr;
-  bool scc = false, yield = false;
+  bool scc = false, yield = false, indexes_vgprs = false;
   WaveStatus status = WaveStatus::runs;
   uint32_t mode = 0;          // as in HW_REG_MODE: round [3:0], denormals [7:4], dx10_clamp 8, ieee 9
   unsigned index = 0;         // in the workgroup

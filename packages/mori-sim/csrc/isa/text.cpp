@@ -313,6 +313,13 @@ std::string scalar_text(const Op& op, uint64_t pc) {
       return std::string(n) + " " + reg(op.dst, 32, op) + print(", 0x%x", imm);
     default: break;
   }
+  if (!std::strcmp(n, "s_set_gpr_idx_on")) {
+    std::string which;
+    static const char* const kNames[] = {"SRC0", "SRC1", "SRC2", "DST"};
+    for (unsigned k = 0; k < 4; ++k)
+      if (op.src[1] >> k & 1) which += (which.empty() ? "" : ",") + std::string(kNames[k]);
+    return std::string(n) + " " + reg(op.src[0], 32, op) + ", gpr_idx(" + which + ")";
+  }
   std::string args;
   auto add = [&](const std::string& a) { args += (args.empty() ? " " : ", ") + a; };
   if (i.format != Format::sopc && i.dst.bits) add(reg(op.dst, i.dst.bits, op));
