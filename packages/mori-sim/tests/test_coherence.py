@@ -322,6 +322,21 @@ def test_rule_b_omission(drop, swap, rule, seed):
     assert rule in rules(b)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("drop", "shared", "reported"), [(None, True, False), ("invalidate", True, True), ("invalidate", False, False)])
+def test_signals_of_other_processes(drop, shared, reported, seed):
+    """Data and flag change without the checker being told, as a peer's process does it. Own memory needs no acquire."""
+    b = bench(seed)
+    data, out = b.array(np.zeros(128, np.uint32), shared=shared), b.array(np.zeros(128, np.uint32))
+    flag = b.array(np.zeros(64, np.uint32), shared=True)
+    steps = program(consumer("sc0 sc1", "sc0 sc1"), drop)
+    b.submit(one_workgroup(steps), [data.ctypes.data, flag.ctypes.data, out.ctypes.data, 0], block=(128,))
+    b.machine.run(100)
+    data[:], flag[0] = 3, 1
+    b.run()
+    assert rules(b) == ({"d"} if reported else set())
+
+
 def test_kernel_end_publishes_and_start_invalidates():
     b = bench(0)
     data, out = b.array(np.zeros(128, np.uint32)), b.array(np.zeros(128, np.uint32))

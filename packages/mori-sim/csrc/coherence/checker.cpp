@@ -10,6 +10,10 @@
 // scope (sc0 sc1) throughout; memory of the own device needs agent scope (sc1), or system scope when an engine or
 // another device is the partner. Uncached memory needs step 1 only.
 //
+// Other processes are not seen here. What they write into shared memory shows only by the signals they send: after a
+// coherent load met a new value that nobody here stored, cached loads of shared memory that nobody here wrote need an
+// acquire like any other.
+//
 // Rules in reports: a  CU stores, copy engine reads        b  copy engine writes, CU reads
 //                   c  CU stores, another CU reads: the writer's side      d  ... the reader's side
 //                   e  ring and pointers: what an engine fetches as packets  wait  a result used before s_waitcnt
@@ -272,7 +276,28 @@ class StrictChecker final : public Checker {
     }
     s.vm.push_back(std::move(p));
   }
-  void vector_done(Wave&, const Op&, const VectorAccess&, const uint32_t*) override {}
+  void vector_done(Wave& w, const Op& op, const VectorAccess& a, const uint32_t* loaded) override {
+    if (!loaded || a.nbytes < 4 || a.nbytes > 8) return;
+    if (scope_of(op, a.atomic) == Scope::plain && !uncached_seen_) return;
+    bool shared = false;
+    for (const Touched& t : touched_) shared |= t.shared;
+    if (!shared) return;
+    WaveState_& s = state(w);
+    for (unsigned i = 0; i < kLanes; ++i) {
+      if (!(a.lanes >> i & 1)) continue;
+      bool ours = false;
+      each_record(a.addr[i], a.nbytes, [&](Record&) { ours = true; });
+      if (ours) continue;
+      const uint64_t value = loaded[i] | (a.nbytes == 8 ? static_cast<uint64_t>(loaded[kLanes + i]) << 32 : 0);
+      auto [it, fresh] = signals_.emplace(a.addr[i], value);
+      if (!fresh && it->second == value) continue;
+      it->second = value;
+      const uint32_t outside = agent("another process", -1);
+      auto c = std::make_shared<Clock>();
+      c->raise(outside, ++actors_[outside].now);
+      s.vm.back().acquires.push_back(c);
+    }
+  }
 
   void scalar_access(Wave& w, const Op& op, uint64_t addr, unsigned nbytes) override {
     WaveState_& s = state(w);
@@ -362,6 +387,7 @@ class StrictChecker final : public Checker {
     ByteMask bytes;
     MemoryKind kind;
     int home;
+    bool shared;
   };
 
   WaveState_& state(Wave& w) { return *static_cast<WaveState_*>(w.strict); }
@@ -479,7 +505,7 @@ class StrictChecker final : public Checker {
       if (!t) {
         const Region* r = region(w, addr);
         if (!r) return;
-        touched_.push_back({line, {}, r->kind, r->home_device});
+        touched_.push_back({line, {}, r->kind, r->home_device, r->shared});
         t = &touched_.back();
       }
       t->bytes.set(first, n);
@@ -592,6 +618,8 @@ class StrictChecker final : public Checker {
 
   void read_line(Wave& w, WaveState_& s, const Op& op, uint64_t pc, const Touched& t, Scope scope, bool atomic) {
     auto it = lines_.find(t.line);
+    if (t.shared && scope == Scope::plain && !atomic && t.kind != MemoryKind::uncached && t.kind != MemoryKind::host && (it == lines_.end() || it->second.records.empty()))
+      from_outside(w, s, op, pc, t);
     if (it == lines_.end()) return;
     const Actor& me = actors_[s.actor];
     for (Record& r : it->second.records) {
@@ -646,6 +674,14 @@ class StrictChecker final : public Checker {
                 std::string("a cached load after the signal may return an old copy: no buffer_inv ") + (far ? "sc0 sc1" : "sc1") +
                     " by this workgroup lies between reading the signal (and waiting for it) and this load");
     }
+  }
+
+  void from_outside(Wave& w, WaveState_& s, const Op& op, uint64_t pc, const Touched& t) {
+    auto it = agents_.find("another process");
+    if (it == agents_.end()) return;
+    if (s.known.get(it->second) <= s.system_fresh.get(it->second)) return;
+    report("d", w, op, pc, t.line * kLine, "at line " + hex(t.line * kLine) + ": a cached load of memory that other processes write, after a signal from outside was read: no buffer_inv sc0 sc1 "
+           "by this workgroup lies between the two", nullptr, 0);
   }
 
   void write_lines(Wave& w, WaveState_& s, const Op& op, uint64_t pc, Scope scope, bool atomic, uint32_t clock, const VectorAccess& a) {
@@ -773,6 +809,7 @@ class StrictChecker final : public Checker {
   std::map<std::pair<int, unsigned>, std::vector<WriteBack>> write_backs_;
   std::unordered_map<uint64_t, Line> lines_;
   std::unordered_map<int, std::set<uint64_t>> to_peer_;  // lines with plain stores to that device
+  std::unordered_map<uint64_t, uint64_t> signals_;  // last value seen of words that other processes write
   std::unordered_map<const Op*, RegisterUse> uses_;
   std::set<std::pair<std::string, std::pair<uint64_t, uint64_t>>> seen_;
   std::vector<Touched> touched_;

@@ -38,6 +38,7 @@ struct Region {           // a contiguous, mapped range
   MemoryKind kind = MemoryKind::local;
   int home_device = 0;    // who owns the memory; -1 host
   bool writable = true;
+  bool shared = false;    // other processes map it too and may write it unseen (strict mode)
 };
 
 class Memory {

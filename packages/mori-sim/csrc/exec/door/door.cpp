@@ -15,7 +15,7 @@ namespace {
 
 class ListedMemory : public Memory {  // ranges given by the test, each with a kind per device
  public:
-  void add(uint64_t addr, uint64_t nbytes, int home, bool uncached, bool writable) {
+  void add(uint64_t addr, uint64_t nbytes, int home, bool uncached, bool writable, bool shared) {
     Region r;
     r.begin = addr;
     r.end = addr + nbytes;
@@ -23,6 +23,7 @@ class ListedMemory : public Memory {  // ranges given by the test, each with a k
     r.home_device = home;
     r.kind = uncached ? MemoryKind::uncached : MemoryKind::local;
     r.writable = writable;
+    r.shared = shared;
     regions_[addr] = r;
     ++generation_;
   }
@@ -134,8 +135,8 @@ void bind_exec(py::module_& m) {
       .def("add_line", &Code::add_line);
   py::class_<BareMachine>(m, "BareMachine")
       .def(py::init([](const py::dict& o) { return std::make_unique<BareMachine>(options_from(o)); }), py::arg("options") = py::dict())
-      .def("add_memory", [](BareMachine& b, uint64_t a, uint64_t n, int home, bool uncached, bool writable) { b.memory.add(a, n, home, uncached, writable); },
-           py::arg("addr"), py::arg("nbytes"), py::arg("home") = 0, py::arg("uncached") = false, py::arg("writable") = true)
+      .def("add_memory", [](BareMachine& b, uint64_t a, uint64_t n, int home, bool uncached, bool writable, bool shared) { b.memory.add(a, n, home, uncached, writable, shared); },
+           py::arg("addr"), py::arg("nbytes"), py::arg("home") = 0, py::arg("uncached") = false, py::arg("writable") = true, py::arg("shared") = false)
       .def("remove_memory", [](BareMachine& b, uint64_t a) { b.memory.remove(a); })
       .def("submit",
            [](BareMachine& b, std::shared_ptr<Code> code, uint64_t entry, py::sequence grid, py::sequence block, uint64_t kernarg, py::dict kw) {
