@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "node/device.hpp"
 #include "node/node.hpp"
 
@@ -153,6 +155,11 @@ PYBIND11_MODULE(_core, m) {
   m.def("is_device_memory", [](uint64_t address) {
     Range range;
     return node().memory.find(address, &range);
+  });
+  m.def("device_of", [](uint64_t address) -> std::optional<int> {  // by ordinal; None: not device memory
+    Range range;
+    if (!node().memory.find(address, &range) || range.home == kHostMemory) return std::nullopt;
+    return node().ordinal(range.home);
   });
   m.def("describe_address", [](uint64_t address) { return node().memory.describe(address); });
   m.def("counters_json", [] { return node().counters_json(); });

@@ -44,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
         default="lend",
         help="refuse: a kernel that touches ordinary process memory faults",
     )
+    run.add_argument(
+        "--torch-cuda", action="store_true", help='let "cuda" of a CPU torch be the simulated node'
+    )
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- CMD ...")
     info = commands.add_parser(
         "info", help="registers, LDS, spills, arguments and instruction mix of a code object"
@@ -80,6 +83,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         "MORI_SIM_SEED": str(arguments.seed),
         "MORI_SIM_HOST_MEMORY": arguments.host_memory,
     }
+    if arguments.torch_cuda:
+        settings["MORI_SIM_TORCH_CUDA"] = "1"
     if arguments.save_code is not None:
         arguments.save_code.mkdir(parents=True, exist_ok=True)
         settings["MORI_SIM_SAVE_CODE"] = str(arguments.save_code.resolve())

@@ -28,7 +28,7 @@ def empty(
     if count == 0:
         return torch.empty(*shape, dtype=dtype)
     memory = _core.DeviceMemory(count * dtype.itemsize, device, uncached)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)  # the tensor keeps `memory` alive
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # the tensor keeps `memory` alive
 
 
 def full(*shape: int, value: Any, dtype: torch.dtype | None = None, device: int = 0) -> torch.Tensor:

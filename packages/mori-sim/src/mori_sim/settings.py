@@ -86,6 +86,7 @@ VARIABLES = (
         "a mask of 16 bits",
         "engines that accept queues and never serve them",
     ),
+    Variable("MORI_SIM_TORCH_CUDA", "0", "0, 1", '"cuda" of a CPU torch is the simulated node'),
     Variable("MORI_SIM_PACKET_LIBRARY", "", "a path", "libmori_sdma.so, where it is not beside this package"),
     Variable(
         "MORI_SIM_LLD", "", "a path", "an LLVM ld.lld for kernels, instead of the one in the triton wheel"

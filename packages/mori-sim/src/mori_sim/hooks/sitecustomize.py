@@ -9,6 +9,8 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from types import ModuleType
+from typing import Any
 
 HOOKS = os.path.dirname(os.path.abspath(__file__))
 
@@ -26,6 +28,29 @@ def run_the_next_sitecustomize() -> None:
         spec.loader.exec_module(module)
 
 
+class AfterTorch:
+    """Finds torch as usual, and installs mori_sim.torch_cuda behind its import."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                from mori_sim.torch_cuda import install
+
+                install()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
 if os.environ.get("MORI_SIM_ACTIVE") == "1":
     load_simulator()
+    if os.environ.get("MORI_SIM_TORCH_CUDA") == "1":
+        sys.meta_path.insert(0, AfterTorch())
 run_the_next_sitecustomize()
