@@ -14,6 +14,7 @@ import pytest
 from mori_sim.inspect_code import disassembly
 
 PROGRAMS = Path(__file__).parent / "programs"
+sys.path.insert(0, str(Path(__file__).parent))  # the tests share modules that lie beside them
 
 
 @dataclass
