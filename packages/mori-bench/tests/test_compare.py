@@ -101,6 +101,11 @@ def test_mode_and_settings_may_differ_and_are_told(compare, capsys: pytest.Captu
     assert "differ in blocks: None / 8" in out
 
 
+def test_a_field_that_does_not_vary_is_noted(compare, capsys: pytest.CaptureFixture[str]) -> None:
+    compare([0, 1, 1, 1], [0, 1, 1, 1], "--rounds", "3", "--vary", "m")
+    assert "note: --vary shape.m, but it is 1024 on both sides" in capsys.readouterr().err
+
+
 def test_an_unknown_field_to_vary_is_refused(compare, capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = compare([1, 1], [1, 1], "--vary", "mm")
     assert code == 2

@@ -90,8 +90,19 @@ def test_per_repetition_the_slowest_rank_counts(clock) -> None:
     ]
     assert timing.max_rank_time_us == pytest.approx(12)
     assert timing.rank_us == pytest.approx((10, 12))
-    assert timing.median_us == pytest.approx(11)
-    assert timing.min_us <= timing.median_us <= timing.max_rank_time_us <= timing.max_us
+    assert timing.median_us == timing.max_rank_time_us
+    assert timing.rep_us == pytest.approx((12, 12, 12, 12, 12))
+
+
+def test_ranks_that_only_look_on_do_not_pull_the_numbers_down(clock) -> None:
+    def gather(value: Any) -> list[Any]:
+        idle = ({"a": ([0.1] * 4,) * 3}, value[1])
+        return [value, value] if isinstance(value[0], list) else [value, idle, idle]
+
+    case = takes(clock, [100.0])
+    timing = measure({"a": case}, reps=3, warmup=0, gather=gather, clock=clock, canary=None)["a"]
+    assert (timing.min_us, timing.median_us, timing.max_us) == pytest.approx((100, 100, 100))
+    assert timing.rank_us == pytest.approx((100, 0.1, 0.1))
 
 
 def test_ranks_with_different_plans_are_refused(clock) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +49,22 @@ def test_runs_of_one_configuration_are_merged_with_their_spread(
     assert numbers == ["102.0", "3", "3.92", "99.0", "105.0"]
 
 
+def test_a_slow_run_is_told_and_not_averaged_in(make_row, write, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [make_row(us) for us in (100, 180, 104, 102)]
+    main(["report", write(rows), "--columns", "max_rank_time_us,runs,max_us,marks"])
+    assert capsys.readouterr().out.splitlines()[4].split(maxsplit=3) == [
+        "102.0",
+        "3",
+        "105.0",
+        "1 slow left out",
+    ]
+
+
+def test_two_runs_have_no_spread(make_row, write, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", write([make_row(100), make_row(104)]), "--columns", "max_rank_time_us,spread_pct"])
+    assert capsys.readouterr().out.splitlines()[4].split() == ["102.0", "–"]
+
+
 def test_an_unvalidated_result_is_shown_apart_and_fails(
     make_row, write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +74,23 @@ def test_an_unvalidated_result_is_shown_apart_and_fails(
     assert "NO" in lines[-2]
     assert "broken on purpose" in lines[-2]
     assert "100.0" in lines[-3]
+
+
+def test_a_valid_and_an_invalid_run_are_never_merged(
+    make_row, write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(
+        [
+            "report",
+            write([make_row(100), make_row(50, validated=False)]),
+            "--columns",
+            "max_rank_time_us,validated",
+        ]
+    )
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[4:6]] == [
+        ["100.0", "yes"],
+        ["50.0", "NO"],
+    ]
 
 
 def test_settings_that_differ_keep_rows_apart(make_row, write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,3 +225,12 @@ def test_a_column_of_one_op_is_empty_in_another(make_row, write, capsys: pytest.
     rows = [make_row(1, extra={"wire_gbps": 3.5}), make_row(2, op="ep_dispatch")]
     assert main(["report", write(rows), "--columns", "mode,wire_gbps"]) == 0
     assert "–" in capsys.readouterr().out
+
+
+def test_a_terminal_without_our_characters(make_row, write) -> None:
+    command = [sys.executable, "-m", "mori_bench", "report", write([make_row(1), make_row(2, mode="火")])]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "split-sdma" in done.stdout

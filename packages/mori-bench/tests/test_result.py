@@ -18,7 +18,9 @@ def test_BE_2_the_line_holds_every_field_and_parses(make_row, capsys: pytest.Cap
     assert json.loads(text) == row
     assert row["settings"] == {"pull_blocks": 64, "fuse_quantize": False}
     assert row["shape"] == {"m": 1024, "n": 7168}
-    assert row["max_rank_time_us"] == 100.0
+    assert row["max_rank_time_us"] == row["median_us"] == 100.0
+    assert row["rank_us"] == [100.0]
+    assert row["slow_us"] == []
     assert row["versions"]["mori-bench"]
 
 

@@ -119,6 +119,15 @@ def test_nested_spans_show_the_inner_one() -> None:
     ]
 
 
+def test_where_spans_cross_the_shorter_one_shows() -> None:
+    short, long = Span(0, "host", 40, 60, "short"), Span(0, "host", 50, 100, "long")
+    assert [(p.start_ns, p.end_ns, p.span.name) for p in flatten([long, short])] == [
+        (40, 50, "short"),
+        (50, 60, "short"),
+        (60, 100, "long"),
+    ]
+
+
 def test_numbered_names_are_one_phase() -> None:
     assert [phase_of(name) for name in ("put 3", "put[12]", "gemm #1", "gemm", "7")] == [
         "put",

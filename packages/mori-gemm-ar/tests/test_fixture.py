@@ -24,6 +24,19 @@ def test_partial_sums_are_exact_in_bf16(quant):
         assert torch.equal(exact.to(torch.bfloat16).double(), exact)
 
 
+def test_operands_are_what_the_formulas_say():
+    operands = gx(300, 1000, 256, 3, "ptpc", turn=2)
+    m, n, k = torch.arange(300)[:, None], torch.arange(1000)[:, None], torch.arange(256)
+    assert torch.equal(operands.a.float(), ((k - m - 3 * (m // 128)) % 128 == 0).float())
+    assert torch.equal(operands.b.float(), ((3 * n + 5 * k + 33 + 2 + n // 896) % 7 - 3).float())
+
+
+@pytest.mark.parametrize("quant", ["blockscale", "ptpc", "mxfp8"])
+def test_the_sum_is_that_of_the_exact_partial_sums(quant):
+    want = sum(gx(130, 320, 320, rank, quant, turn=4).exact() for rank in range(3))
+    assert torch.equal(gx_sum(130, 320, 320, 3, quant, turn=4), want)
+
+
 @pytest.mark.parametrize("quant", ["blockscale", "ptpc", "mxfp8"])
 def test_any_exchange_shows(quant):
     want = gx_sum(257, 576, 1024, 2, quant)

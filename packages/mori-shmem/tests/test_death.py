@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from typing import Any
 import mori_shmem
 import pytest
 from mori_shmem.errors import PeerDied, RankFailed
-from mori_shmem.testing import die, run_ranks_to_the_end
+from mori_shmem.testing import die, open_fds, run_ranks_to_the_end
 
 NOTICE_S = 2.0
 
@@ -53,8 +54,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize(
+    ("call", "world_size"),
+    [*((call, 2) for call in CALLS), ("barrier", 4), ("wait", 8), ("self_test", 8)],
+)
 def test_SH_7_a_killed_rank_is_named_within_two_seconds(call: str, world_size: int) -> None:
     shm, tmp = set(os.listdir("/dev/shm")), set(os.listdir("/tmp"))
 
@@ -91,62 +94,47 @@ def test_SH_7_a_killed_rank_is_named_within_two_seconds(call: str, world_size: i
 
 
 WAITING = textwrap.dedent("""
-    import os, sys, mori_shmem
+    import os, time, mori_shmem
     comm = mori_shmem.init(timeout_s=5)
     window = comm.alloc(4096)
     comm.barrier()
-    print("pid", comm.rank, os.getpid(), flush=True)
-    if CALL == "barrier" and comm.rank != 1:
-        comm.barrier()
-    elif comm.rank != 1:
+    print("ready", flush=True)
+    if comm.rank == 0:
         comm.wait(window.at(0), 1, peer=1)
-    else:
-        import time; time.sleep(100)
+    time.sleep(100)
 """)
 
 
-@pytest.mark.parametrize(("call", "world_size"), [("wait", 2), ("barrier", 4)])
-def test_SH_7_survivors_started_by_hand_end_by_themselves(call: str, world_size: int) -> None:
-    """Plain processes, no launcher that would end them: exit status, time to the end, and what is left."""
-    import socket
-
+def test_SH_7_a_survivor_started_by_hand_ends_by_itself() -> None:
+    """Plain processes, no launcher that would end them: the exit status, and the time it takes to end."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+        port = str(probe.getsockname()[1])
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", WAITING.replace("CALL", repr(call))],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
+            [sys.executable, "-c", WAITING],
+            env={**os.environ, **variables, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(world_size)
+        for rank in range(2)
     ]
+    survivor, victim = ranks
     try:
-        for process in ranks:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("pid")
+        assert [process.stdout.readline() for process in ranks if process.stdout] == ["ready\n"] * 2
         time.sleep(0.3)
-        ranks[1].kill()
+        victim.kill()
         killed_at = time.monotonic()
-        for rank, process in enumerate(ranks):
-            _, stderr = process.communicate(timeout=20)
-            if rank != 1:
-                assert time.monotonic() - killed_at < 10
-                assert process.returncode == 1
-                assert "PeerDied" in stderr
-                assert "rank 1 died" in stderr
+        _, stderr = survivor.communicate(timeout=20)
+        assert time.monotonic() - killed_at < 10
+        assert survivor.returncode == 1
+        assert "PeerDied" in stderr
+        assert "rank 1 died" in stderr
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 def test_a_rank_that_left_is_told_from_one_that_died() -> None:
@@ -229,22 +217,21 @@ def test_ctrl_c_ends_a_wait() -> None:
 
 
 def test_nothing_is_named_while_it_runs() -> None:
+    def paths() -> set[str]:
+        mapped = pathlib.Path("/proc/self/maps").read_text().splitlines()
+        return {*open_fds().values(), *(line.split(None, 5)[5] for line in mapped if line.count(" ") > 5)}
+
     def rank() -> list[str]:
-        comm = mori_shmem.init()
-        comm.alloc(1 << 20)
-        comm.queue(0)
-        comm.barrier()
-        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
-        maps = pathlib.Path("/proc/self/maps").read_text()
-        comm.barrier()
-        comm.close()
-        return links + [line.split(None, 5)[5] for line in maps.splitlines() if len(line.split(None, 5)) > 5]
+        before = paths()
+        with mori_shmem.init() as comm:
+            comm.alloc(1 << 20)
+            comm.queue(0)
+            comm.barrier()
+            new = paths() - before
+            comm.barrier()
+        return sorted(path.strip() for path in new)
 
-    def _exists(fd: str) -> bool:
-        return os.path.islink(f"/proc/self/fd/{fd}")
-
-    for paths in mori_shmem.run_ranks(rank, 2):
-        ours = [path for path in paths if "mori" in path and ".so" not in path]
-        assert ours  # the memfds
-        assert all(path.startswith("/memfd:") and path.endswith("(deleted)") for path in ours)
-        assert not [path for path in paths if path.startswith(("/dev/shm", "/tmp"))]
+    for new in mori_shmem.run_ranks(rank, 2):
+        files = [path for path in new if path.startswith("/")]
+        assert len(files) >= 2
+        assert all(path.startswith("/memfd:mori") and path.endswith("(deleted)") for path in files), files

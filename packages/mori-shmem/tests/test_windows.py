@@ -4,7 +4,7 @@ import os
 
 import mori_shmem
 import pytest
-from mori_shmem.errors import ArgumentError, ClosedError, CollectiveMismatch, LayoutError
+from mori_shmem.errors import ArgumentError, ClosedError, CollectiveMismatch, LayoutError, PeerTimeout
 
 
 def test_a_window_is_zero_aligned_and_reachable_from_every_rank() -> None:
@@ -174,3 +174,21 @@ def test_references_count_in_bytes(comm: mori_shmem.Communicator) -> None:
     assert ref + 8 != ref
     assert "at(64, peer=0)" in repr(ref)
     assert len({ref, window.at(64), ref + 1}) == 2
+
+
+def test_a_collective_broken_off_in_the_middle_is_not_gone_on_with() -> None:
+    """Rank 1 takes only a part of what rank 0 sends: what follows on that socket would be the rest of it."""
+
+    def rank() -> None:
+        import time
+
+        with mori_shmem.init() as comm:
+            if comm.rank == 0:
+                with pytest.raises(PeerTimeout, match=r"rank 1 did not come within 0.5 s"):
+                    comm.all_gather(bytes(64 << 20), timeout_s=0.5)
+                with pytest.raises(CollectiveMismatch, match=r"broken off in the middle of a message"):
+                    comm.all_gather(1)
+            else:
+                time.sleep(1.5)
+
+    mori_shmem.run_ranks(rank, 2)

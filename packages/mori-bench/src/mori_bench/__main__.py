@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,9 @@ from mori_bench.environment import versions
 def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point of the console script. Returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without our characters shows "?" instead
     parser = argparse.ArgumentParser("mori-bench", description=__doc__)
     parser.add_argument("--version", action="version", version=f"mori-bench {versions()['mori-bench']}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -95,6 +96,7 @@ def run(
             if number_of_round == 0:
                 varied = _varied(args.vary, rows)
                 pairs = pair_up(rows[0], rows[1], varied)
+                _note_what_does_not_vary(rows, varied)
                 continue
             _take(pairs, rows, varied, args.metric)
             rounds += 1
@@ -138,6 +140,12 @@ def _varied(asked: list[str], rows: tuple[list[Row], list[Row]]) -> set[str]:
         return {full_name(one, names) for text in asked for one in text.split(",")}
     except ValueError as error:
         raise NotComparable(f"--vary: {error}") from None
+
+
+def _note_what_does_not_vary(rows: tuple[list[Row], list[Row]], varied: set[str]) -> None:
+    for name in sorted(varied):
+        if len({repr(row.get(name)) for side in rows for row in side}) == 1:
+            print(f"note: --vary {name}, but it is {rows[0][0].get(name)!r} on both sides", file=sys.stderr)
 
 
 def pair_up(a: list[Row], b: list[Row], varied: set[str]) -> dict[Key, Pair]:
@@ -269,7 +277,7 @@ def _outcome(
         "a": {**lines[0], "times_us": pair.times_us[0]},
         "b": {**lines[1], "times_us": pair.times_us[1]},
         "verdict": verdict.word,
-        "ratio": verdict.ratio,
+        "ratio": verdict.ratio if math.isfinite(verdict.ratio) else None,
         "gap_us": verdict.gap_us,
         "spread_us": verdict.spread_us,
         "notes": list(verdict.notes),

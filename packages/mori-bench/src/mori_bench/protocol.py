@@ -17,7 +17,7 @@ All ranks call `measure` with the same cases. For every case:
      (`max_rank_time_us` is the median of those); slow repetitions are marked and left out, see `samples`.
 
 The exchange gives every rank the same lists, so every rank returns the same Timing. The cyclic garbage
-collector is off while the clock runs: `time.monotonic_ns`, the same for all processes of a machine.
+collector is off while the clock runs. The clock is `time.monotonic_ns`, one for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -56,18 +56,14 @@ class Case:
 class Timing:
     """What `measure` found for one case. Times in microseconds, of one call."""
 
-    median_us: float  # over ranks and kept repetitions
-    min_us: float  # the fastest rank of the fastest kept repetition
-    max_us: float  # the slowest rank of the slowest kept repetition
-    spread_pct: (
-        float | None
-    )  # run-to-run spread of the slowest rank's time, see samples; None for less than three
-    max_rank_time_us: float  # per repetition the slowest rank, then the median: the number to quote
-    wall_us: float  # slowest rank, median: until the work was done, on the host's clock
-    host_enqueue_us: float  # slowest rank, median: until the work was handed over
-    slow_reps: int = (
-        0  # repetitions more than 1.3 times the best: left out of the numbers above unless unstable
-    )
+    median_us: float  # of the kept repetitions, the time of one being that of its slowest rank
+    min_us: float
+    max_us: float
+    spread_pct: float | None  # from run to run, see `samples`; None for less than three runs
+    max_rank_time_us: float  # median_us under the name that says what it is: the number to quote
+    wall_us: float  # median of the slowest rank, on the host's clock: until the work was done
+    host_enqueue_us: float  # the same, until the work was handed over
+    slow_reps: int = 0  # more than 1.3 times the best: left out of the numbers above, unless unstable
     reps: int = 1  # timed repetitions, slow ones included
     warmup: int = 0
     first_us: float | None = None  # the discarded first run, slowest rank
@@ -76,7 +72,7 @@ class Timing:
     canary_us: float | None = None
     canary_drift_pct: float | None = None
     disturbed: bool = False  # the canary drifted by more than 30 %: the machine changed under the measurement
-    rank_us: tuple[float, ...] = ()  # median of each rank, by rank
+    rank_us: tuple[float, ...] = ()  # median of each rank by itself: tells who was slow
     rep_us: tuple[float, ...] = ()  # slowest rank of every repetition, in order
 
     @property
@@ -229,16 +225,15 @@ def timing_of(
     first_us, rep_us = slowest[0], slowest[1:]
     split = split_slow(rep_us)
     kept = [rep_us[i] for i in split.kept]
-    pooled = [of_rank[1 + i] for of_rank in times for i in split.kept]
     headline, apart = median(kept), spread(kept)
 
     def slowest_rank_median(lists: tuple[list[float], ...]) -> float:
         return median([max(of_rank[1 + i] for of_rank in lists) for i in split.kept])
 
     return Timing(
-        median_us=median(pooled),
-        min_us=min(pooled),
-        max_us=max(pooled),
+        median_us=headline,
+        min_us=min(kept),
+        max_us=max(kept),
         spread_pct=None if apart is None else (100 * apart / headline if headline > 0 else 0.0),
         max_rank_time_us=headline,
         wall_us=slowest_rank_median(walls),

@@ -2,8 +2,8 @@
 
 One table per op. What is the same in all of its rows stands above it once; the columns are what differs, then
 what was measured. Rows of the same configuration are merged: their number is shown as `runs`, times are
-medians, and the spread is that of the runs. Results that were not validated are listed, never merged with
-valid ones, and never plotted.
+medians, and the spread is that of the runs (none for less than three). Results that were not validated are
+listed, never merged with valid ones, and never plotted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections.abc import Iterable, Sequence
 from mori_bench.options import why_not_writable
 from mori_bench.plot import SUFFIXES, plot
 from mori_bench.rows import Row, flat, full_name, identity, is_identity, number, read_rows, short
-from mori_bench.samples import median, spread
+from mori_bench.samples import Split, median, split_slow, spread
 from mori_bench.tables import table, text_of
 
+HEADLINE = "max_rank_time_us"
 MEASURES = (
-    "max_rank_time_us",
+    HEADLINE,
     "median_us",
     "min_us",
     "max_us",
@@ -113,24 +114,41 @@ def merge(rows: Iterable[Row]) -> list[Row]:
 
 
 def _merged(group: list[Row]) -> Row:
-    """One row for several runs: medians of what was measured, extremes of min and max, spread of the runs."""
-    out: Row = dict(group[0])
-    for name, value in group[0].items():
-        values = [v for v in (number(row.get(name)) for row in group) if v is not None]
-        if len(group) > 1 and values and not is_identity(name, value):
+    """One row for several runs: medians of what was measured, extremes of min and max, spread of the runs.
+
+    Runs that took more than 1.3 times the best are left out, and told in `marks`.
+    """
+    timed = [row for row in group if number(row.get(HEADLINE)) is not None]
+    split = split_slow([number(row[HEADLINE]) or 0.0 for row in timed]) if timed else None
+    kept = [timed[i] for i in split.kept] if split else group
+    out: Row = dict(kept[0])
+    for name, value in kept[0].items():
+        values = [v for v in (number(row.get(name)) for row in kept) if v is not None]
+        if len(kept) > 1 and values and not is_identity(name, value):
             typical = _combined(name, values)
             out[name] = int(typical) if isinstance(value, int) and typical == int(typical) else typical
-    headlines = [v for v in (number(row.get("max_rank_time_us")) for row in group) if v is not None]
-    apart = spread(headlines)
-    if apart is not None:
-        out["spread_pct"] = 100 * apart / median(headlines) if median(headlines) > 0 else 0.0
+    if len(group) > 1 and split:
+        times = [number(row[HEADLINE]) or 0.0 for row in kept]
+        apart = spread(times)
+        out["spread_pct"] = (
+            None if apart is None else 100 * apart / median(times) if median(times) > 0 else 0.0
+        )
     out["validated"] = group[0].get("validated") is True
-    out["runs"] = len(group)
+    out["runs"] = len(kept)
+    out["marks"] = ", ".join(_marks(group, split)) or None
+    return out
+
+
+def _marks(group: list[Row], split: Split | None) -> list[str]:
+    """What a reader must know before believing the row."""
     marks = [mark for mark in ("unstable", "disturbed") if any(row.get(mark) is True for row in group)]
+    if split and split.unstable and len(group) > 1 and "unstable" not in marks:
+        marks.append("unstable")
+    elif split and split.slow and not split.unstable:
+        marks.append(f"{len(split.slow)} slow left out")
     if any("broken_on_purpose" in row for row in group):
         marks.append("broken on purpose")
-    out["marks"] = ", ".join(marks) or None
-    return out
+    return marks
 
 
 def _combined(name: str, values: list[float]) -> float:
@@ -196,6 +214,8 @@ def _says_something(rows: list[Row], name: str) -> bool:
         return any(value != 1 for value in values)
     if name == "slow_reps":
         return any(values)
+    if name == "median_us":  # the headline under another name, unless another tool wrote the row
+        return any(row.get(name) not in (None, row.get(HEADLINE)) for row in rows)
     return any(value is not None for value in values)
 
 

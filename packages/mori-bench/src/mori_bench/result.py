@@ -18,7 +18,7 @@ from mori_bench.protocol import Timing
 
 PREFIX = "RESULT_JSON "
 
-NUMBER, WHOLE, TEXT, TRUTH, NAMED = (int, float), (int,), (str,), (bool,), (dict,)
+NUMBER, WHOLE, TEXT, TRUTH, NAMED, LIST = (int, float), (int,), (str,), (bool,), (dict,), (list,)
 OPTIONAL = (type(None),)
 # name -> types of its value. Everything else in a row is the op's own.
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -42,6 +42,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "reps": WHOLE,
     "warmup": WHOLE,
     "slow_reps": WHOLE,
+    "slow_us": LIST,
+    "rank_us": LIST,
     "unstable": TRUTH,
     "canary_us": NUMBER + OPTIONAL,
     "canary_drift_pct": NUMBER + OPTIONAL,
@@ -102,6 +104,8 @@ class Result:
         row["reps"] = timing.reps if timing else 0
         row["warmup"] = timing.warmup if timing else 0
         row["slow_reps"] = timing.slow_reps if timing else 0
+        row["slow_us"] = [round(us, 3) for us in timing.slow_us] if timing else []
+        row["rank_us"] = [round(us, 3) for us in timing.rank_us] if timing else []
         row["unstable"] = timing.unstable if timing else False
         row["canary_us"] = _rounded(timing.canary_us if timing else None)
         row["canary_drift_pct"] = _rounded(timing.canary_drift_pct if timing else None)

@@ -46,6 +46,11 @@ class Problem:
         return Rows(min(self.m, rank * self.slice_rows), min(self.m, (rank + 1) * self.slice_rows))
 
     @property
+    def all_rows(self) -> Rows:
+        """The whole matrix."""
+        return Rows(0, self.m)
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of one rank's GEMM."""
         return 2 * self.m * self.n * self.k

@@ -15,7 +15,7 @@ import torch
 
 from mori_gemm_ar import reference
 from mori_gemm_ar.quant.formats import UE8M0_BIAS
-from mori_gemm_ar.quant.operands import a_scale_grid, b_scale_grid
+from mori_gemm_ar.quant.operands import FP8, a_scale_grid, b_scale_grid
 from mori_gemm_ar.quant.quantize import blocks_of
 
 # (m, n, k, W) -> for blockscale and ptpc: first element, last element, sum of magnitudes of the reduced
@@ -34,7 +34,7 @@ ANCHORS = {
 
 @dataclass(frozen=True)
 class Operands:
-    """One rank's arguments for the op, and the grids of their scales for the reference."""
+    """One rank's arguments for the op, and what they stand for."""
 
     quant: str
     a: torch.Tensor  # [m, k] e4m3fn
@@ -42,23 +42,48 @@ class Operands:
     a_scale: torch.Tensor
     b_scale: torch.Tensor
 
+    def grids(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of A and B, one per block."""
+        (m, k), (n, _) = self.a.shape, self.b.shape
+        return (
+            a_scale_grid(self.a_scale, self.quant, m, k, self.a.device),
+            b_scale_grid(self.b_scale, self.quant, n, k, self.b.device),
+        )
+
+    def values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What A and B stand for, in float64."""
+        a_grid, b_grid = self.grids()
+        return (
+            reference.dequantized(self.a, a_grid, self.quant, "a"),
+            reference.dequantized(self.b, b_grid, self.quant, "b"),
+        )
+
     def exact(self) -> torch.Tensor:
         """This rank's partial sums in float64, [m, n]."""
-        (m, k), (n, _) = self.a.shape, self.b.shape
-        a_grid = a_scale_grid(self.a_scale, self.quant, m, k, self.a.device)
-        b_grid = b_scale_grid(self.b_scale, self.quant, n, k, self.b.device)
-        return reference.partial(self.a, self.b, a_grid, b_grid, self.quant)
+        a, b = self.values()
+        return a @ b.t()
 
 
 def gx(m: int, n: int, k: int, rank: int, quant: str, *, turn: int = 0) -> Operands:
     """The operands of `rank`. `turn` changes B, for calls that must not repeat the last result."""
-    row, column, output = torch.arange(m)[:, None], torch.arange(k), torch.arange(n)[:, None]
-    a = ((column - row - 3 * (row // 128)) % 128 == 0).to(torch.float32)
-    b = ((3 * output + 5 * column + 11 * rank + turn + output // 896) % 7 - 3).to(torch.float32)
     a_scale, b_scale = _scales("a", m, k, quant), _scales("b", n, k, quant)
     if quant == "blockscale":
         a_scale = a_scale.t().contiguous()
-    return Operands(quant, a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), a_scale, b_scale)
+    return Operands(quant, _a(m, k).to(FP8), _b(n, k, rank, turn).to(FP8), a_scale, b_scale)
+
+
+def _a(m: int, k: int) -> torch.Tensor:
+    """A's values: 1 where (k - m - 3 * (m // 128)) % 128 == 0, of which there are 128 different rows."""
+    row = torch.arange(m)
+    rows = ((torch.arange(k) - torch.arange(128)[:, None]) % 128 == 0).to(torch.float32)
+    return rows[(row + 3 * (row // 128)) % 128]
+
+
+def _b(n: int, k: int, rank: int, turn: int) -> torch.Tensor:
+    """B's values: (3n + 5k + 11 * rank + turn + n // 896) % 7 - 3, of which there are 7 different rows."""
+    row = torch.arange(n)
+    rows = ((5 * torch.arange(k) + torch.arange(7)[:, None]) % 7 - 3).to(torch.float32)
+    return rows[(3 * row + 11 * rank + turn + row // 896) % 7]
 
 
 def _scales(operand: str, rows: int, k: int, quant: str) -> torch.Tensor:
@@ -73,13 +98,28 @@ def _scales(operand: str, rows: int, k: int, quant: str) -> torch.Tensor:
 
 
 def gx_sum(m: int, n: int, k: int, num_ranks: int, quant: str, *, turn: int = 0) -> torch.Tensor:
-    """The exact sum over all ranks in float64, [m, n]."""
-    ranks = [gx(m, n, k, rank, quant, turn=turn) for rank in range(num_ranks)]
-    b_grid = b_scale_grid(ranks[0].b_scale, quant, n, k, ranks[0].b.device)
-    b = torch.stack([reference.dequantized(rank.b, b_grid, quant, "b") for rank in ranks]).sum(
-        0
-    )  # A is everyone's
-    a = reference.dequantized(
-        ranks[0].a, a_scale_grid(ranks[0].a_scale, quant, m, k, ranks[0].a.device), quant, "a"
-    )
-    return (a.to(torch.float32) @ b.to(torch.float32).t()).to(torch.float64)  # small numbers: exact in fp32
+    """The exact sum over all ranks, [m, n]. A and both scales are everyone's, so one product is enough.
+
+    In fp32, which is exact here: at most k / 128 terms, each a small number of halves.
+    """
+    a = _a(m, k).mul_(_spread(_scales("a", m, k, quant), "a", quant, m, k))
+    b = torch.stack([_b(n, k, rank, turn) for rank in range(num_ranks)]).sum(0)
+    b.mul_(_spread(_scales("b", n, k, quant), "b", quant, n, k))
+    return (a @ b.t()).to(torch.float64)
+
+
+def _spread(scales: torch.Tensor, operand: str, quant: str, rows: int, k: int) -> torch.Tensor:
+    """One scale per element, or one per row."""
+    if quant == "ptpc":
+        return scales[:, None]
+    blocks = blocks_of(quant, operand)
+    values = torch.exp2(scales.to(torch.float32) - UE8M0_BIAS) if quant == "mxfp8" else scales
+    return values.repeat_interleave(blocks.rows, 0)[:rows].repeat_interleave(blocks.columns or k, 1)[:, :k]
+
+
+def gx_want(
+    m: int, n: int, k: int, num_ranks: int, quant: str, gather_dtype: str | None = "bf16", *, turn: int = 0
+) -> torch.Tensor:
+    """What every rank must end with, bit for bit."""
+    rounded = gx_sum(m, n, k, num_ranks, quant, turn=turn).to(torch.bfloat16)
+    return reference.fp8_wire(rounded) if gather_dtype == "fp8" else rounded

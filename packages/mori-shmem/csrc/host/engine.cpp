@@ -1,6 +1,7 @@
 #include "host/engine.h"
 
 #include <pthread.h>
+#include <sys/prctl.h>
 
 #include <algorithm>
 #include <csignal>
@@ -57,6 +58,7 @@ void Engines::join() {
 
 void Engines::run(int number) {
   pthread_setname_np(pthread_self(), "mori-engine");
+  prctl(PR_SET_TIMERSLACK, 1000);  // ns; kHandOverNs would double with the usual 50 us
   int64_t slice_ns = kFirstSlice;
   while (!node_.closing.load()) {
     if (node_.serve({UINT64_MAX, kTurnBytes}, true, number).progress || sleep(number, &slice_ns)) slice_ns = kFirstSlice;
@@ -70,10 +72,11 @@ bool Engines::sleep(int number, int64_t* slice_ns) {
   page.pollers.fetch_add(1);
   const Node::Served served = node_.serve({UINT64_MAX, kTurnBytes}, true, number);
   if (!served.pending) page.pollers.fetch_sub(1);
-  if (!served.progress && !node_.closing.load()) page.engines.sleep(seen, served.pending ? *slice_ns : kUntilCalled);
+  const int64_t length_ns = served.reserved ? kHandOverNs : served.pending ? *slice_ns : kUntilCalled;
+  if (!served.progress && !node_.closing.load()) page.engines.sleep(seen, length_ns);
   if (served.pending) page.pollers.fetch_sub(1);
   page.engines.leave();
-  *slice_ns = std::min(2 * *slice_ns, kLongestSlice);
+  if (!served.reserved) *slice_ns = std::min(2 * *slice_ns, kLongestSlice);
   return served.progress;
 }
 

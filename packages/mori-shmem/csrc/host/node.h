@@ -22,8 +22,8 @@ struct Settings {
   int queues_per_peer = 8;
   int max_queues = 64;
   uint64_t ring_bytes = 256 << 10;
-  int64_t spin_ns = -1;  // how long a wait spins before it sleeps; -1: default_spin_ns
-  int64_t inline_bytes = -1;  // what a submitter copies itself; -1: kInlineBytes
+  int64_t spin_ns = -1;  // how long a wait spins before it sleeps; -1: by ranks and cores
+  int64_t inline_bytes = -1;  // what a submitter copies itself; -1: by ranks and cores
 };
 
 // How much a thread that serves a queue takes on: the first packet may move `first` bytes, all together `total`.
@@ -49,6 +49,7 @@ class Node {
   struct Served {
     bool progress = false;  // something was executed
     bool pending = false;  // something is left: at a POLL, over budget, or in another thread's hands
+    bool reserved = false;  // something is left for its submitter, but only for kHandOverNs
   };
   Served serve(Budget budget, bool is_engine, int from = 0);
   Served serve_small() { return serve({settings.inline_bytes_used, settings.inline_bytes_used}, false); }
@@ -56,7 +57,6 @@ class Node {
   struct Resolved : Settings {
     explicit Resolved(const Settings& given);
     uint64_t inline_bytes_used;
-    bool crowded;  // more ranks than cores: give the core away while spinning
   };
   const Resolved settings;
   const ForkGuard fork;

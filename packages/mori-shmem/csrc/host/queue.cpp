@@ -11,6 +11,7 @@ namespace mori {
 namespace {
 
 constexpr Budget kEverything{UINT64_MAX, UINT64_MAX};
+constexpr uint64_t kSliceBytes = 32 << 20;  // of a large copy; between slices the thread looks whether to stop
 
 uint64_t cost_of(const mori_sdma_packet& packet) {
   return packet.op == MORI_SDMA_COPY || packet.op == MORI_SDMA_FILL ? packet.nbytes : 0;
@@ -75,10 +76,10 @@ class RoomInRing : public Condition {
   RoomInRing(Queue& queue, uint64_t nbytes) : queue_(queue), nbytes_(nbytes) {}
 
   bool ready() override {
-    if (end != 0 || queue_.stopped()) return true;
-    const int reserved = mori_sdma_ring_reserve(&queue_.ring_, nbytes_, &begin, &start, &end);
-    if (reserved < 0) throw bad_value("packet bytes", nbytes_, "a multiple of 4, at most half the ring");
-    return reserved > 0;
+    if (reserved() || queue_.stopped()) return true;
+    const int result = mori_sdma_ring_reserve(&queue_.ring_, nbytes_, &begin, &start, &end);
+    if (result < 0) throw bad_value("packet bytes", nbytes_, "a multiple of 4, at most half the ring");
+    return result > 0;
   }
   Concern concern(int rank) override { return queue_.concern(rank); }
   void serve(Node&) override { queue_.serve(kEverything, false); }
@@ -91,6 +92,8 @@ class RoomInRing : public Condition {
             {"dwords", queue_.head_dwords()}};
   }
 
+  bool reserved() const { return end != 0; }
+
   uint64_t begin = 0, start = 0, end = 0;
 
  private:
@@ -102,7 +105,7 @@ void Queue::publish(const uint32_t* dwords, uint64_t num_dwords) {
   check();
   RoomInRing room(*this, 4 * num_dwords);
   if (!room.ready()) wait_until(node, node.own().waiters, room, node.timeout_ns.load(), kNotified);
-  if (room.end == 0) return check();  // stopped; what is reserved must be committed, or later issuers would wait for ever
+  if (!room.reserved()) return check();  // stopped; what is reserved must be committed, or later issuers would wait for ever
   std::memcpy(mori_sdma_ring_at(&ring_, room.start), dwords, 4 * num_dwords);
   mori_sdma_ring_commit(&ring_, room.begin, room.end);
   serve({node.settings.inline_bytes_used, node.settings.inline_bytes_used}, false);
@@ -110,16 +113,25 @@ void Queue::publish(const uint32_t* dwords, uint64_t num_dwords) {
 
 // ---- Serving -------------------------------------------------------------------------------------------------------
 
+// A large head is for engines, but not at once, and for whoever has no limit.
+bool Queue::left_to_others(Budget budget, bool is_engine, Node::Served* served) const {
+  if (!large_.load(std::memory_order_relaxed)) return false;
+  if (!is_engine) return budget.first != UINT64_MAX;
+  served->reserved = monotonic_ns() - handed_over_ns_.load(std::memory_order_relaxed) < kHandOverNs;
+  return served->reserved;
+}
+
 Node::Served Queue::serve(Budget budget, bool is_engine) {
   Node::Served served;
   while (!idle()) {
-    if ((large_.load(std::memory_order_relaxed) && budget.first != UINT64_MAX) || !take()) {
+    if (left_to_others(budget, is_engine, &served) || !take()) {
       served.pending = true;
       return served;
     }
     bool progress = false;
     const Stop stop = drain(budget, &progress);
     blocked_.store(stop == Stop::kBlocked, std::memory_order_relaxed);
+    if (stop == Stop::kOverBudget) handed_over_ns_.store(monotonic_ns(), std::memory_order_relaxed);
     large_.store(stop == Stop::kOverBudget && !is_engine, std::memory_order_relaxed);
     let_go();
     served.progress |= progress;
@@ -167,7 +179,25 @@ Queue::Stop Queue::drain(Budget budget, bool* progress) {
 
 int Queue::execute(const mori_sdma_packet& packet, Memory& memory, mori_sdma_fault& fault) {
   if (hooks_.active()) return hooks_.execute(packet, memory.callbacks, fault, node.closing);
+  if (packet.op == MORI_SDMA_COPY && packet.nbytes > kSliceBytes) return execute_in_slices(packet, memory, fault);
   return mori_sdma_execute(&packet, &memory.callbacks, &fault);
+}
+
+// A communicator that closes must not wait for a gigabyte: the copy is then left as if it had not begun.
+int Queue::execute_in_slices(const mori_sdma_packet& packet, Memory& memory, mori_sdma_fault& fault) {
+  const uint64_t apart = packet.dst > packet.src ? packet.dst - packet.src : packet.src - packet.dst;
+  const bool whole_is_allowed =
+      memory.view.find(packet.src, packet.nbytes).pointer && memory.view.find(packet.dst, packet.nbytes).pointer;
+  if (!whole_is_allowed || apart < packet.nbytes) return mori_sdma_execute(&packet, &memory.callbacks, &fault);
+  mori_sdma_packet slice = packet;
+  for (uint64_t done = 0; done < packet.nbytes; done += kSliceBytes) {
+    if (node.closing.load(std::memory_order_relaxed)) return MORI_SDMA_BLOCKED;
+    slice.src = packet.src + done;
+    slice.dst = packet.dst + done;
+    slice.nbytes = std::min(kSliceBytes, packet.nbytes - done);
+    mori_sdma_execute(&slice, &memory.callbacks, &fault);
+  }
+  return MORI_SDMA_DONE;
 }
 
 // ---- Ends ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@
 // served by one thread at a time, the one that takes `serving_` without waiting for it:
 //   the submitter   right away, as long as packets are small (put + signal of a few bytes needs no other thread);
 //   a waiter        small packets of all its rank's queues before it sleeps; everything of the queue it waits for in quiet;
-//   an engine       the rest: large copies, and queues that stand at a POLL.
+//   an engine       the rest: large copies, and queues that stand at a POLL. A large copy that was just handed over is left
+//                   alone for kHandOverNs: a submitter that goes on to wait for it does it faster, on the core that has
+//                   the data in its cache, and one that goes on to compute loses little.
 // No packet is forgotten: who lets go of a queue looks at the doorbell once more, so a submitter that found the queue taken
 // may leave; who stops at a packet too large for it calls an engine; and an engine never sleeps without a limit while a
 // queue of its rank holds packets.
@@ -23,6 +25,7 @@
 namespace mori {
 
 constexpr uint64_t kMinRingBytes = 256;
+constexpr int64_t kHandOverNs = 50'000;
 
 class Queue {
  public:
@@ -55,7 +58,9 @@ class Queue {
   void publish(const uint32_t* dwords, uint64_t num_dwords);
   Stop drain(Budget budget, bool* progress);
   int execute(const mori_sdma_packet& packet, Memory& memory, mori_sdma_fault& fault);
+  int execute_in_slices(const mori_sdma_packet& packet, Memory& memory, mori_sdma_fault& fault);
   void stop(const mori_sdma_fault& fault, const uint32_t* dwords, uint64_t available);
+  bool left_to_others(Budget budget, bool is_engine, Node::Served* served) const;
   bool take() { return !serving_.exchange(true, std::memory_order_acq_rel); }
   void let_go() { serving_.exchange(false, std::memory_order_acq_rel); }
 
@@ -76,6 +81,7 @@ class Queue {
   std::atomic<bool> stopped_{false};
   std::atomic<bool> blocked_{false};  // stands at a POLL
   std::atomic<bool> large_{false};  // its head was too large for a submitter or waiter, and an engine was called
+  std::atomic<int64_t> handed_over_ns_{0};  // when that was
   mori_sdma_fault fault_{};  // written once, before stopped_
   FaultHooks hooks_;
 

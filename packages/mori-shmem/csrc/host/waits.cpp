@@ -36,7 +36,7 @@ bool spin(Node& node, Condition& condition, int64_t begin_ns) {
       if (condition.ready()) return true;
       cpu_relax();
     }
-    if (node.settings.crowded) sched_yield();
+    sched_yield();
   } while (monotonic_ns() < end_ns && !node.closing.load(std::memory_order_relaxed));
   return condition.ready();
 }

@@ -1,7 +1,7 @@
 // The one loop in which threads wait.
 //
-//   1. Spin for a moment: look at the condition, run small packets of this rank's own queues. Two ranks on two cores meet
-//      here in a microsecond; ranks that share a core give it away instead.
+//   1. Spin for a moment: look at the condition, run small packets of this rank's own queues, offer the core to others. Two
+//      ranks on two cores meet here in a microsecond, two that share one core in four (57 us without the offer: both spin).
 //   2. Sleep on an Event in slices. Before each slice: serve own queues, look again, look whether the communicator is
 //      closing, whether a rank that matters has left or died, and at the deadline. Slices start at 1 ms and double up to
 //      what the condition allows: 10 ms if plain stores, which notify nobody, may make it true, else 50 ms.

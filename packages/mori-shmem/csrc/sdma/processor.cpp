@@ -9,6 +9,8 @@
 #include <cstring>
 #include <ctime>
 
+#include "copy.h"
+
 namespace {
 
 struct Execution {
@@ -35,7 +37,7 @@ struct Execution {
     if ((first > second ? first - second : second - first) < packet.nbytes)
       std::memmove(to, from, packet.nbytes);
     else
-      std::memcpy(to, from, packet.nbytes);
+      mori_sdma::copy(to, from, packet.nbytes);
     return written();
   }
 

@@ -50,15 +50,15 @@ uint32_t* mori_sdma_ring_at(const mori_sdma_ring* ring, uint64_t offset) {
 
 int mori_sdma_ring_reserve(mori_sdma_ring* ring, uint64_t nbytes, uint64_t* begin, uint64_t* start, uint64_t* end) {
   if (nbytes == 0 || nbytes % 4 || nbytes > ring->nbytes / 2) return -1;
-  uint64_t cursor = load(ring->reserved);
+  uint64_t cursor = load(ring->reserved), first = 0, next = 0;
   do {
     const uint64_t left_before_end = ring->nbytes - (cursor & (ring->nbytes - 1));
-    *begin = cursor;
-    *start = nbytes > left_before_end ? cursor + left_before_end : cursor;
-    *end = *start + nbytes;
-    if (!has_room(ring, *end)) return 0;
-  } while (!__atomic_compare_exchange_n(ring->reserved, &cursor, *end, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-  write_nops(ring, *begin, *start);
+    first = nbytes > left_before_end ? cursor + left_before_end : cursor;
+    next = first + nbytes;
+    if (!has_room(ring, next)) return 0;
+  } while (!__atomic_compare_exchange_n(ring->reserved, &cursor, next, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+  *begin = cursor, *start = first, *end = next;
+  write_nops(ring, cursor, first);
   return 1;
 }
 

@@ -25,8 +25,8 @@ from typing import Any
 from mori_shmem.errors import AlreadyInitialised, ArgumentError, PeerTimeout
 
 _HOW = (
-    "start the ranks with torchrun or mori_shmem.run_ranks, or pass rank=, world_size= and store=, "
-    "or pass group="
+    "start the ranks with torchrun or mori_shmem.run_ranks, or pass rank=, world_size= and store=, or pass "
+    "group="
 )
 
 
@@ -154,9 +154,8 @@ def _store_of_launcher(rank: int, host: str, port: int, timeout_s: float) -> Any
             except Exception as error:
                 raise PeerTimeout(
                     f"rank {rank}: no store at MASTER_ADDR={host}, MASTER_PORT={port} within {timeout_s:g} "
-                    "s: "
-                    f"{'the launcher' if launcher_keeps_it else 'rank 0'} has not come to init. "
-                    f"The limit is timeout_s= or MORI_TIMEOUT_S. torch says: {error}",
+                    f"s: {'the launcher' if launcher_keeps_it else 'rank 0'} has not come to init. The "
+                    f"limit is timeout_s= or MORI_TIMEOUT_S. torch says: {error}",
                     rank=rank,
                     peers=() if launcher_keeps_it else (0,),
                 ) from error
@@ -182,9 +181,8 @@ class Register:
             if place.identity in self._live:
                 raise AlreadyInitialised(
                     f"rank {place.rank}: a communicator for these ranks ({place.source}), name={name!r}, is "
-                    "open in "
-                    "this process. Use that one, close() it first, or give this one another name= (on all "
-                    "ranks)"
+                    "open in this process. Use that one, close() it first, or give this one another name= "
+                    "(on all ranks)"
                 )
             self._live[place.identity] = place.store
             self._made[place.identity] += 1

@@ -4,8 +4,8 @@ Each rank holds `num_elements` bf16 partials in its part of a window. With W ran
 W slices.
 
   1. barrier          every rank has stored its partials
-  2. reduce           rank r adds its slice of all W partials, straight from the peers' parts, in rank order in
-                      fp32, rounds once to bf16 and stores the sum in its `reduced` region
+  2. reduce           rank r adds its slice of all W partials, straight from the peers' parts, in rank order
+                      in fp32, rounds once and stores the sum in its `reduced` region
   3. barrier          all slices are reduced; nobody reads partials any more
   4. gather           rank r copies the W reduced slices out of the peers' parts into `out`
 
@@ -102,6 +102,5 @@ def _check(window: Window, out: torch.Tensor, partials: int, reduced: int) -> No
     if partials < reduced + reduced_nbytes and reduced < partials + partials_nbytes:
         raise LayoutError(
             f"partials at {partials} ({partials_nbytes} bytes) and reduced at {reduced} ({reduced_nbytes} "
-            "bytes) "
-            "overlap"
+            "bytes) overlap"
         )

@@ -229,8 +229,7 @@ class Communicator:
         if type(index) is not int or not 0 <= index < self.num_queues:
             raise ArgumentError(
                 f"queue {index!r} to rank {peer}: this communicator has {self.num_queues} queues to each "
-                "peer, valid "
-                f"are 0..{self.num_queues - 1} (max_queues= of init, up to MORI_SHMEM_QUEUES)"
+                f"peer, valid are 0..{self.num_queues - 1} (max_queues= of init, up to MORI_SHMEM_QUEUES)"
             )
         with self._lock:
             queue = self._queues.get((peer, index))

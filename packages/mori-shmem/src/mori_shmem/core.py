@@ -10,12 +10,12 @@ from mori_shmem.errors import CoreMissing
 try:
     from mori_shmem import _core as native
 except ImportError as error:
-    raise CoreMissing(
+    missing = CoreMissing(
         f"the native part of mori-shmem cannot be loaded: {error}. It belongs at "
-        f"{os.path.join(os.path.dirname(__file__), '_core*.so')}: install mori-shmem again for this Python",
-        name="mori_shmem._core",
-        path=error.path,
-    ) from error
+        f"{os.path.join(os.path.dirname(__file__), '_core*.so')}: install mori-shmem again for this Python"
+    )
+    missing.name, missing.path = "mori_shmem._core", error.path
+    raise missing from error
 
 CoreError = native.CoreError
 

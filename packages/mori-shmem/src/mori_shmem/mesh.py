@@ -47,7 +47,9 @@ class Mesh:
         self._sockets = sockets
         self._lock = threading.Lock()
         self.pidfds: dict[int, int] = {}  # of the peers' processes, once known; owned by this mesh
+        self._gone: dict[int, str] = {}  # peers that can take part in nothing any more, and why
         self._sequence = 0
+        self._torn = False  # an exchange ended in the middle of a message: the next bytes make no sense
         self._closed = False
         for sock in sockets.values():
             sock.setblocking(False)
@@ -59,6 +61,12 @@ class Mesh:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{kind}: the communicator is closed")
+            self._raise_if_gone(kind)
+            if self._torn:
+                raise CollectiveMismatch(
+                    f"rank {self.rank}, in {kind}: an earlier collective call was broken off in the middle "
+                    "of a message; make a new communicator"
+                )
             self._sequence += 1
             tag = (kind, self._sequence)
             flows = {peer: _Flow(sock) for peer, sock in self._sockets.items()}
@@ -69,6 +77,7 @@ class Mesh:
                 self._run(kind, flows, deadline)
                 return self._in_rank_order(tag, value, fds, flows)
             except BaseException:
+                self._torn = self._torn or any(flow.is_torn for flow in flows.values())
                 for flow in flows.values():
                     flow.drop_fds()
                 raise
@@ -96,19 +105,21 @@ class Mesh:
                     poll.unregister(fd)
                 elif flow.sent:
                     poll.modify(fd, select.POLLIN)
-            self._raise_if_gone(kind, flows)
+            for peer, flow in flows.items():
+                if not flow.received and (flow.left or flow.ended):
+                    self._gone[peer] = "left (closed the communicator)" if flow.left else "died"
+            self._raise_if_gone(kind)
             if not ready and deadline.passed():
                 raise self._late(kind, flows, deadline)
 
-    def _raise_if_gone(self, kind: str, flows: dict[int, _Flow]) -> None:
-        died = [peer for peer, flow in flows.items() if flow.ended and not flow.left and not flow.received]
-        left = [peer for peer, flow in flows.items() if flow.left]
-        if died or left:
-            how = "died" if died else "left (closed the communicator)"
+    def _raise_if_gone(self, kind: str) -> None:
+        if self._gone:
+            how = "died" if "died" in self._gone.values() else next(iter(self._gone.values()))
+            peers = sorted(peer for peer in self._gone if self._gone[peer] == how)
             raise PeerDied(
-                f"rank {self.rank} of {self.world_size}, in {kind}: {ranks_text(died or left)} {how}",
+                f"rank {self.rank} of {self.world_size}, in {kind}: {ranks_text(peers)} {how}",
                 rank=self.rank,
-                peers=died or left,
+                peers=peers,
             )
 
     def _late(self, kind: str, flows: dict[int, _Flow], deadline: Deadline) -> PeerTimeout:
@@ -116,8 +127,7 @@ class Mesh:
         return PeerTimeout(
             f"rank {self.rank} of {self.world_size}, in {kind} (collective {self._sequence}): "
             f"{ranks_text(missing or list(flows))} did not come within {deadline}. It is a collective call: "
-            "every rank "
-            "must make it",
+            "every rank must make it",
             rank=self.rank,
             peers=missing,
         )
@@ -125,20 +135,17 @@ class Mesh:
     def _in_rank_order(
         self, tag: tuple[str, int], value: object, fds: Sequence[int], flows: dict[int, _Flow]
     ) -> list[Message]:
-        messages = []
-        for rank in range(self.world_size):
-            if rank == self.rank:
-                messages.append(Message(value, [os.dup(fd) for fd in fds]))
-                continue
-            their_tag, their_value = pickle.loads(flows[rank].body)
+        values = {self.rank: value}
+        for rank, flow in flows.items():
+            their_tag, values[rank] = pickle.loads(flow.body)
             if their_tag != tag:
                 raise CollectiveMismatch(
                     f"rank {self.rank} is in {tag[0]} (collective {tag[1]}), rank {rank} in {their_tag[0]} "
-                    "(collective "
-                    f"{their_tag[1]}): all ranks must make the same collective calls in the same order"
+                    f"(collective {their_tag[1]}): all ranks must make the same collective calls in the same "
+                    "order"
                 )
-            messages.append(Message(their_value, flows[rank].fds))
-        return messages
+        received = {rank: flow.fds for rank, flow in flows.items()} | {self.rank: [os.dup(fd) for fd in fds]}
+        return [Message(values[rank], received[rank]) for rank in range(self.world_size)]
 
     def close(self) -> None:
         """Tell the peers that this rank leaves, and hang up. Twice is fine."""
@@ -173,6 +180,7 @@ class _Flow:
         self._body = bytearray()
         self._out = memoryview(b"")
         self._out_fds: Sequence[int] = ()
+        self._started = False  # some of `_out` is sent
 
     def send(self, data: bytes, fds: Sequence[int]) -> None:
         self._out = memoryview(_HEADER.pack(len(data), len(fds), 0) + data)
@@ -186,6 +194,12 @@ class _Flow:
     def received(self) -> bool:
         complete = len(self._header) == _HEADER.size and len(self._body) == self._expected[0]
         return complete and not self.left
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a message is under way in either direction."""
+        began = bool(self._header) and not self.received
+        return began or (not self.sent and self._started)
 
     @property
     def done(self) -> bool:
@@ -211,7 +225,7 @@ class _Flow:
             while self._out:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._out_fds))]
                 n = self.sock.sendmsg([self._out[: 1 << 20]], rights if self._out_fds else [])
-                self._out, self._out_fds = self._out[n:], ()
+                self._out, self._out_fds, self._started = self._out[n:], (), True
         except BlockingIOError:
             pass
         except OSError:

@@ -80,8 +80,7 @@ class PutProgram:
         if strangers:
             raise ArgumentError(
                 f"the program touches the part of rank {min(strangers)}: submit it to "
-                f"comm.queue({min(strangers)}), "
-                f"not to the queue from rank {comm.rank} to rank {peer}"
+                f"comm.queue({min(strangers)}), not to the queue from rank {comm.rank} to rank {peer}"
             )
         if self._encoded is None:
             self._encoded = comm.encode(self._steps)

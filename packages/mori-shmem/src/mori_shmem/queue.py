@@ -53,7 +53,7 @@ class CopyQueue:
 
     def submit(self, program: PutProgram) -> None:
         """Publish all steps of the program as one batch."""
-        if type(program) is not PutProgram:
+        if not isinstance(program, PutProgram):
             raise ArgumentError(f"{program!r} is no PutProgram")
         self.comm.check_open()
         encoded = program.encoded_for(self.comm, self.peer)

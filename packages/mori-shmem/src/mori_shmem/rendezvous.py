@@ -85,9 +85,8 @@ def _exchange_cards(place: Place, prefix: str, mine: Card, deadline: Deadline) -
             if missing:
                 raise PeerTimeout(
                     f"rank {place.rank} of {place.world_size}: {ranks_text(missing)} did not come to the "
-                    "rendezvous "
-                    f"of init (ranks from {place.source}) within {deadline}. Is every rank started, and does "
-                    "each call init as often as the others?",
+                    f"rendezvous of init (ranks from {place.source}) within {deadline}. Is every rank "
+                    "started, and does each call init as often as the others?",
                     rank=place.rank,
                     peers=missing,
                 )
@@ -107,9 +106,8 @@ def _check_cards(place: Place, cards: list[Card]) -> None:
         if card.host != mine.host:
             raise TransportInert(
                 f"rank {rank} runs on {card.hostname}, rank {place.rank} on {mine.hostname} (other kernel or "
-                "network "
-                "namespace): the host backend shares memory and so joins the processes of one machine only. "
-                "Make one communicator for the ranks of each machine (group= or store=)"
+                "network namespace): the host backend shares memory and so joins the processes of one "
+                "machine only. Make one communicator for the ranks of each machine (group= or store=)"
             )
 
 
@@ -200,8 +198,7 @@ def _is_closed(sock: socket.socket) -> bool:
 def _late(place: Place, peers: list[int], deadline: Deadline) -> PeerTimeout:
     return PeerTimeout(
         f"rank {place.rank} of {place.world_size}: {ranks_text(peers)} came to the rendezvous of init but "
-        "made no "
-        f"connection within {deadline}",
+        f"made no connection within {deadline}",
         rank=place.rank,
         peers=peers,
     )
@@ -211,8 +208,7 @@ def _gone(place: Place, peer: int, pid: int | None) -> PeerDied:
     process = "" if pid is None else f" (pid {pid})"
     return PeerDied(
         f"rank {place.rank} of {place.world_size}: rank {peer}{process} came to the rendezvous of init and "
-        "is gone: "
-        "its process ended, or its init failed",
+        "is gone: its process ended, or its init failed",
         rank=place.rank,
         peers=[peer],
     )

@@ -103,8 +103,8 @@ class Setting(Generic[T]):
 
     def _refuse(self, value: object, given_as: str) -> SettingError:
         return SettingError(
-            f"{given_as}={value!r} is refused: {self.variable} takes {self.range}"
-            f" (default {self.default!r}); it is the {self.doc or 'setting of that name'}"
+            f"{given_as}={value!r} is refused: {self.variable} takes {self.range} (default "
+            f"{self.default!r}); it is the {self.doc or 'setting of that name'}"
         )
 
 

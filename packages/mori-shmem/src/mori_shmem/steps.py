@@ -42,8 +42,7 @@ def put_2d(
     if num_rows > 1 and min(dst_pitch, src_pitch) < row_bytes:
         raise LayoutError(
             f"put_2d: dst_pitch={dst_pitch}, src_pitch={src_pitch}, row_bytes={row_bytes}: rows would "
-            "overlap; a pitch "
-            "is the distance between the starts of two rows"
+            "overlap; a pitch is the distance between the starts of two rows"
         )
     rows = max(num_rows - 1, 0)
     check_ref(comm, dst, rows * dst_pitch + row_bytes if num_rows else 0, "dst")
@@ -79,8 +78,7 @@ def wait(comm: Communicator, where: Ref, value: int, cmp: str) -> Step:
     if type(value) is int and value >= 1 << 32:
         raise ArgumentError(
             f"a queue waits for value {value}: it compares the low 32 bits, so 0..{(1 << 32) - 1} is "
-            "allowed; "
-            "comm.wait compares all 64"
+            "allowed; comm.wait compares all 64"
         )
     check_value("value", value, 1 << 32)
     return "wait", (where.address, value, cmp)
@@ -112,6 +110,5 @@ def check_ends(what: str, mine: int, peer: int, *refs: Ref) -> None:
         if ref.rank != peer and ref.rank != mine:
             raise ArgumentError(
                 f"{what} of the queue from rank {mine} to rank {peer} touches rank {ref.rank}'s part "
-                f"({ref}): "
-                f"use comm.queue({ref.rank})"
+                f"({ref}): use comm.queue({ref.rank})"
             )

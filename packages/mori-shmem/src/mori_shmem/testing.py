@@ -1,6 +1,7 @@
 """For tests: ranks that are expected to fail, and transports that are broken on purpose.
 
-    with faults(comm, drop_every=1):        # every copy of this rank's queues is dropped, signals arrive
+    with faults(comm, drop_every=1):        # every copy of this rank's queues is dropped, signals arrive;
+                                            # faults(queue, ...) breaks that one
         ...
 
     outcomes = run_ranks_to_the_end(fn, 4)  # how each rank ended, also when one was killed
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from mori_shmem.launch import Outcome, run_ranks, run_ranks_to_the_end
+from mori_shmem.queue import CopyQueue
 
 if TYPE_CHECKING:
     from mori_shmem.comm import Communicator
@@ -27,18 +29,19 @@ __all__ = ["Outcome", "die", "faults", "open_fds", "queue_limit", "run_ranks", "
 
 @contextlib.contextmanager
 def faults(
-    comm: Communicator, *, drop_every: int = 0, delay_us: int = 0, reorder: bool = False
+    where: Communicator | CopyQueue, *, drop_every: int = 0, delay_us: int = 0, reorder: bool = False
 ) -> Iterator[None]:
-    """Inside the block, all copy queues of this rank misbehave, those opened inside it as well.
+    """Inside the block, a queue misbehaves, or all copy queues of this rank, those opened inside it as well.
 
     drop_every=n leaves out every n-th copy (1: all), delay_us holds each copy back, reorder lets a signal
     overtake the copies before it.
     """
-    comm.set_faults(drop_every=drop_every, delay_us=delay_us, reorder=reorder)
+    set_faults = where.core.set_faults if isinstance(where, CopyQueue) else where.set_faults
+    set_faults(drop_every=drop_every, delay_us=delay_us, reorder=reorder)
     try:
         yield
     finally:
-        comm.set_faults(drop_every=0, delay_us=0, reorder=False)
+        set_faults(drop_every=0, delay_us=0, reorder=False)
 
 
 @contextlib.contextmanager

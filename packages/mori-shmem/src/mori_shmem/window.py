@@ -167,9 +167,8 @@ def _check_span(window: Window, offset_bytes: int, nbytes: int, what: str) -> No
     _whole("offset", offset_bytes)
     if offset_bytes < 0 or nbytes < 0 or offset_bytes + nbytes > window.nbytes:
         raise LayoutError(
-            f"{what}: {nbytes} bytes at offset {offset_bytes} do not fit into {window}; "
-            f"allowed are offsets 0..{max(window.nbytes - nbytes, 0)}"
-            + (", none at this size" * (nbytes > window.nbytes))
+            f"{what}: {nbytes} bytes at offset {offset_bytes} do not fit into {window}; allowed are offsets "
+            f"0..{max(window.nbytes - nbytes, 0)}" + (", none at this size" * (nbytes > window.nbytes))
         )
 
 

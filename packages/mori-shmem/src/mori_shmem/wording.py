@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mori_shmem.core import CoreError
+from mori_shmem.core import CoreError, native
 from mori_shmem.errors import (
     ArgumentError,
     ClosedError,
@@ -21,6 +21,7 @@ from mori_shmem.rendezvous import ranks_text
 if TYPE_CHECKING:
     from mori_shmem.comm import Communicator
 
+_POLL_COMPARISONS = {1: "<", 2: "<=", 3: "==", 4: "!=", 5: ">=", 6: ">"}  # by POLL_REGMEM's func
 _LIMIT = "the limit is timeout_s=, or MORI_TIMEOUT_S in the environment"
 
 
@@ -34,9 +35,9 @@ def worded(error: CoreError, comm: Communicator, doing: str) -> MoriError:
         return _gone(error.kind, info, comm, who)
     if error.kind == "queue_fault":
         return QueueFault(
-            f"{who}: the queue stopped at a packet that it may not execute: {info.get('reason')}"
-            f"{_place(info, comm)}. Packet: {_dwords(info)}. The queue takes no more work; make a new "
-            "communicator"
+            f"{who}: the queue stopped at a packet that it may not execute: "
+            f"{info.get('reason')}{_place(info, comm)}. Packet: {_dwords(info)}. The queue takes no more "
+            "work; make a new communicator"
         )
     if error.kind == "queue_limit":
         return queue_limit(info.get("requested", 0), info.get("limit", 0), who)
@@ -58,18 +59,15 @@ def worded(error: CoreError, comm: Communicator, doing: str) -> MoriError:
 def queue_limit(requested: int, limit: int, who: str) -> QueueLimitError:
     return QueueLimitError(
         f"{who}: requested={requested} queues to each peer, limit={limit} (MORI_SHMEM_QUEUES). None was "
-        "opened. "
-        "Ask for fewer (max_queues=) or raise the limit; where the engines are hardware, the likely cause is "
-        "another "
-        "process that still holds queues"
+        "opened. Ask for fewer (max_queues=) or raise the limit; where the engines are hardware, the likely "
+        "cause is another process that still holds queues"
     )
 
 
 def forked(owner_pid: object, pid: object) -> ForkedError:
     return ForkedError(
         f"this communicator belongs to process {owner_pid}, this is its forked child {pid}: engines and "
-        "sockets stay "
-        "with the parent. Call init in the child, or start it without fork"
+        "sockets stay with the parent. Call init in the child, or start it without fork"
     )
 
 
@@ -80,6 +78,8 @@ def _timeout(info: dict[str, Any], comm: Communicator, who: str) -> PeerTimeout:
     text = f"{who}: waited {info.get('waited_s', 0.0):.3g} s ({_LIMIT})"
     if missing:
         text += f" for {ranks_text(missing)}, which did not come"
+    elif info.get("dwords"):
+        return PeerTimeout(f"{text}; the queue stands at {_packet(info, comm)}", rank=comm.rank, peers=peers)
     elif _is_about_a_word(info):
         text += f" for {_word(info, comm)}" + (f". It is expected from rank {peer}" if peers else "")
     return PeerTimeout(text, rank=comm.rank, peers=peers, seen=info.get("seen"), wanted=info.get("wanted"))
@@ -101,6 +101,18 @@ def _is_about_a_word(info: dict[str, Any]) -> bool:
 def _word(info: dict[str, Any], comm: Communicator) -> str:
     where = comm.describe(info["address"])
     return f"the signal at {where} to be {info.get('cmp', '>=')} {info['wanted']}; it is {info.get('seen')}"
+
+
+def _packet(info: dict[str, Any], comm: Communicator) -> str:
+    """The packet that a queue has come to; if that is a wait, also for what."""
+    packet = native.describe_packet(b"".join(dword.to_bytes(4, "little") for dword in info["dwords"]))
+    if packet["packet"] != "POLL_REGMEM":
+        return f"{packet['packet']} {_dwords(info)}"
+    where, cmp = packet["dst"], _POLL_COMPARISONS.get(packet["func"], "?")
+    return (
+        f"a wait for the signal at {comm.describe(where)} to be {cmp} {packet['value']}; it is "
+        f"{comm.core.read(where & ~7)}"
+    )
 
 
 def _place(info: dict[str, Any], comm: Communicator) -> str:

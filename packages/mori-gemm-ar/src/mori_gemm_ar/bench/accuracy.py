@@ -7,10 +7,13 @@ multiplied in float64, and taken through the collective's own roundings.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
+import mori_bench
 import torch
 from mori_bench import seed_for
+
 from mori_gemm_ar import reference
 from mori_gemm_ar.quant.operands import a_scale_grid, b_scale_grid
 from mori_gemm_ar.quant.quantize import Blocks, dequantize_blocks, quantize, quantize_blocks
@@ -18,6 +21,8 @@ from mori_gemm_ar.quant.quantize import Blocks, dequantize_blocks, quantize, qua
 PAYLOAD = (2048, 7168)
 GRANULARITIES = (None, 512, 256, 128, 32)  # columns under one scale; None is the whole row
 SCALE_BYTES = 4
+WIRE_SAMPLE = (128, 1024)  # m, n
+WIRE_RANKS = 8
 SLAB_ROWS = 256  # rows worked on at once, so that a float64 copy of everything is never needed
 
 
@@ -73,3 +78,26 @@ def wire_errors(quant: str, m: int, n: int, k: int, num_ranks: int, seed: int = 
         "bf16": reference.rel_l2(summed, exact),
         "fp8": reference.rel_l2(reference.fp8_wire(summed), exact),
     }
+
+
+def print_accuracy(args: argparse.Namespace) -> None:
+    """Both tables. k, the quantisation and the ranks are those of the command line."""
+    print(f"e4m3fn with fp32 scales, a {list(PAYLOAD)} standard normal, by columns under one scale")
+    lines = [
+        {
+            "columns": line.columns_per_scale,
+            "rel_l2": line.rel_l2,
+            "scale_bytes": line.scale_bytes,
+            "scale_pct": f"{line.scale_pct:.2f} %",
+        }
+        for line in granularities(args.seed)
+    ]
+    print(mori_bench.table(lines, ["columns", "rel_l2", "scale_bytes", "scale_pct"]))
+    m, n, k, num_ranks = WIRE_SAMPLE[0], WIRE_SAMPLE[1], args.k, args.world_size or WIRE_RANKS
+    errors = wire_errors(args.quant, m, n, k, num_ranks, args.seed)
+    print(f"\nerror of the two wires against float64, {args.quant}, k={k}, {num_ranks} ranks, [{m}, {n}]")
+    print(
+        mori_bench.table(
+            [{"wire": wire, "rel_l2": error} for wire, error in errors.items()], ["wire", "rel_l2"]
+        )
+    )

@@ -81,8 +81,8 @@ def _received(sock: socket.socket) -> Report:
         report: Report = wire.receive(sock)
     except (EOFError, ConnectionError) as end:
         raise RankFailed(
-            "the process that supervises the ranks ended unexpectedly (killed, or out of memory?); its ranks "
-            "end with it"
+            "the process that supervises the ranks ended unexpectedly (killed, or out of memory?); its "
+            "ranks end with it"
         ) from end
     return report
 

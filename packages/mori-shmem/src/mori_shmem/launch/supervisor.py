@@ -60,7 +60,7 @@ class _Rank:
     rank: int
     pid: int
     pidfd: int
-    pipe: int  # what the rank reports
+    pipe: int  # what the rank reports; -1 once it is closed
     stack_fd: int  # memfd: where faulthandler writes
     inbox: wire.Inbox = field(default_factory=wire.Inbox)
     running: bool = True
@@ -136,17 +136,24 @@ class _Run:
 
     def _listen_to(self, r: _Rank, poll: select.poll) -> None:
         ended = _has_ended(r.pid) if r.running else None  # asked first: what it wrote is then complete
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(r.pipe, 1 << 20):
-                r.inbox.add(data)
+        self._read(r, poll)
         for report in r.inbox.take():
             self._pass_on(r, report)
         if ended is not None:
             r.running = False
             poll.unregister(r.pidfd)
-            poll.unregister(r.pipe)
             if not r.reported:
                 self._pass_on(r, Stopped(r.rank) if self._ending else Ended(r.rank, ended, r.stack()))
+
+    def _read(self, r: _Rank, poll: select.poll) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while r.pipe >= 0:
+                data = os.read(r.pipe, 1 << 20)
+                r.inbox.add(data)
+                if not data:  # said all it had to say; it may take a while to end
+                    poll.unregister(r.pipe)
+                    os.close(r.pipe)
+                    r.pipe = -1
 
     def _pass_on(self, r: _Rank, report: Report) -> None:
         if r.reported:

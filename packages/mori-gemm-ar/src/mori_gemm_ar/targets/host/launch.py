@@ -1,48 +1,41 @@
-"""The fused GEMM + all-reduce on processes that share memory: one call, from partial sums to the finished
-matrix.
+"""The fused GEMM + all-reduce on processes that share memory: from partial sums to the finished matrix.
 
-Call number e on rank r, with S(o) the slice of owner o (phases that a mode does not have are left out):
+Call e on rank r, with S(o) the slice of owner o; a mode has some of these phases (plan.py):
 
   gemm        fused-sdma first queues, for every peer o and chunk c:
-                  wait done[o][c] == e -> put C rows to o's landing[r] -> arrived[r][c] = e at o
-              then bands are computed, those of r+1 first, r's own last; each is rounded to bf16 once and
-              stored in C (sdma modes, split-lsa), in the owner's landing[r] (fused-lsa) or in the output
-              (gemm-only). After the last band of a chunk: done[o][c] = e (fused-sdma). After the last band of
-              a slice: arrived[r][0] = e at o (fused-lsa). After all bands: arrived[r][0] = e at everyone
-              (split-lsa).
-  scatter     the same puts, without waiting for `done` (split-sdma)
-  drain       wait for arrived[s][c] >= e from every rank s, for every chunk c
-  reduce      S(r) = the W partial sums, r's own among them in its place, added in rank order in fp32, rounded
-  once quantize    S(r) -> e4m3fn codes and row scales in staging (fp8; inside reduce with fuse_quantize)
-  gather      put S(r) to every peer -> gathered[r][part] = e there; wait for all of gathered >= e; then
-  `quiet` dequantize  staging of all ranks -> output
-  pull        ready[r] = e at every peer; for every rank o: wait ready[o] >= e, read its staging into the
-  output
+                wait done[o][c] == e  ->  put these rows of C to o's landing[r]  ->  arrived[r][c] = e at o
+              Bands are computed, those of rank r+1 first, r's own last. Each is rounded to bf16 once and
+              stored in C (sdma modes, split-lsa), in the owner's landing[r] (fused-lsa), or in the output
+              (gemm-only). After the last band of a chunk: done[o][c] = e (fused-sdma). After the last band
+              of a slice: arrived[r][0] = e at its owner (fused-lsa); after all, at all peers (split-lsa).
+  scatter     the puts of partial sums, without waiting for `done` (split-sdma)
+  drain       wait for arrived[s][c] >= e from every peer s, for every chunk c
+  reduce      S(r) = the W partial sums, r's own in its place, added in rank order in fp32, rounded once
+  quantize    S(r) -> e4m3fn codes and row scales in staging (fp8; within reduce if fuse_quantize)
+  gather      put S(r) to every peer -> gathered[r][part] = e there; wait for all gathered[s] >= e; `quiet`
+  dequantize  everyone's slot of staging -> output
+  pull        ready[r] = e at every peer; for every owner o: wait ready[o] >= e, its staging -> output
 
-Every flag is set in every call, also where a slice has no rows: on that rest the proofs below. A flag has one
-writer and only grows (e << 24 | m, so that ranks which were called with different M notice before they use
-each other's data; `done` and `pushed`, read by queues, are plain e). Nothing is reset, no barrier is needed.
+Every flag is set in every call, also for a slice without rows: the proofs below rest on that. A flag has one
+writer and only grows. It holds e << 24 | m, so that ranks which were called with different M find out before
+they use each other's data; `done` and `pushed`, which queues read, hold plain e. Nothing is reset, and no
+barrier is needed.
 
-Who may overwrite what, and why nobody still reads it. "p is done with e" means that p's call e returned; by
-its gather or pull it then has seen, from every rank q, gathered[q] or ready[q] of e.
-  (1) r drained e+1  =>  every p is in call e+1  =>  every p is done with e.            [arrived of e+1 comes
-  from p] (2) p is done with e  =>  every q has reduced e  =>  every q had all of arrived of e. [order inside
-  q's call] landing[s] at r   written by s in its gemm or scatter of e+1. s is done with e, so r has reduced e
-  (2). C at r            written by r's gemm of e+1. Puts out of it are complete: r is done with e, so every
-  owner had
-                    `arrived` of e (2), which follows the copy on the same queue. Peers that read it in place
-                    (split-lsa) have reduced e (2).
-  staging at r      to be pulled: written in r's reduce or quantize of e+1, after its drain; every p is done
-  with e (1).
-                    Pushed into slot s by s: after s drained e+1, so r is done with e (1) and has widened e.
-                    r's own slot, source of r's puts: after r's drain of e+1 every p is done with e (1), so it
-                    had gathered[r] of e, which follows the copy.
-  output at r       pushed by s after s drained e+1, so r is in call e+1 (1): the caller has given its view
-  back.
-                    Puts out of it are complete when a call returns (`quiet`): the caller may write into it at
-                    once. What is pulled lies in staging, never in the output, for the same reason.
-  done, pushed      set to e+1 after the queue went past e: the put behind the wait is complete, as under C
-  and staging.
+Who may overwrite what, and why nobody reads it any more. "p is done with e" means that its call e returned;
+in its gather or pull it then saw gathered[q] or ready[q] of e from every rank q.
+  (1) r has drained e+1  =>  every p is in call e+1 (arrived[p] of e+1)  =>  every p is done with e
+  (2) some p is done with e  =>  every q has reduced e  =>  every q had all of arrived of e
+  landing[s] of r  Written by s in its gemm or scatter of e+1: s is done with e, so r has reduced e (2).
+  C of r           Written by r's gemm of e+1. Puts out of it are complete: r is done with e, so every owner
+                   had arrived[r] of e (2), and that follows the copy on its queue. Peers that read C in
+                   place (split-lsa) have reduced e (2).
+  staging of r     Pulled: written in r's reduce or quantize of e+1, after its drain; all are done with e (1).
+                   Pushed, slot s: written by s after it drained e+1; r is done with e (1), it has widened it.
+                   Pushed, slot r, where r's own puts begin: complete when r's call returns (`quiet`).
+  output of r      Written by pushes of s after it drained e+1, so r is in call e+1 (1): the caller has given
+                   its view back. Read by r's own puts, complete when r's call returns (`quiet`): the caller
+                   may write into its view, or close the op, at once. What peers pull is in staging, not here.
+  done, pushed     Set to e+1 when the queue is past e: the put behind that wait is complete, as shown above.
 """
 
 from __future__ import annotations
@@ -355,8 +348,7 @@ class Runner:
             for part in parts:
                 flag = self._window.at(self._layout.gathered_flag(source, part))
                 self._await(call, flag, source, f"finished rows, part {part}")
-        if not self._fp8 or call.timed:
-            self._puts.quiet()
+        self._puts.quiet()
 
     def _dequantize(self, call: Call) -> None:
         for owner in range(self._world_size):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_BAND_ROWS = 64  # 2-core EPYC 9004, N=7168, K=2048: 69 GFLOP/s a core; 58 at 32 rows, 78 at 128, 86 at 256
+MAX_BAND_ROWS = 64  # two busy cores, N=7168, K=2048: 73 GFLOP/s a core; 55 at 32 rows, 82 at 128
 ROW_MULTIPLE = 1  # slices of any height: no row is ever padded
 DEFAULT_PULL_BLOCKS = 64
 MIN_K = 128

@@ -1,12 +1,9 @@
-#include "python_errors.h"
-
-#include <pybind11/stl.h>
-
+// How the core's errors become Python's: one exception class, CoreError, with `kind` and `info`.
 #include "host/errors.h"
 
-namespace py = pybind11;
+#include "python/bindings.h"
 
-namespace mori {
+namespace mori::python {
 
 namespace {
 
@@ -24,9 +21,9 @@ void raise(const Error& error) {
 
 }  // namespace
 
-void bind_errors(py::module_& module) {
+void bind_errors(py::module_& m) {
   core_error = PyErr_NewException("mori_shmem._core.CoreError", PyExc_Exception, nullptr);
-  module.attr("CoreError") = py::reinterpret_borrow<py::object>(core_error);
+  m.attr("CoreError") = py::reinterpret_borrow<py::object>(core_error);
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -36,4 +33,4 @@ void bind_errors(py::module_& module) {
   });
 }
 
-}  // namespace mori
+}  // namespace mori::python
