@@ -154,7 +154,7 @@ typedef struct {
 } mori_sdma_ring;
 
 /* Producer side. reserve: 1 and [*begin, *end) with nbytes of unbroken space at *start (padding before it, made of NOPs,
- * is written), 0 if the ring is full now, -1 if nbytes is 0, no multiple of 4, or more than half the ring. */
+ * is written), 0 and nothing changed if the ring is full now, -1 if nbytes is 0, no multiple of 4, or more than half the ring. */
 MORI_SDMA_API int mori_sdma_ring_reserve(mori_sdma_ring* ring, uint64_t nbytes, uint64_t* begin, uint64_t* start,
                                          uint64_t* end);
 MORI_SDMA_API uint32_t* mori_sdma_ring_at(const mori_sdma_ring* ring, uint64_t offset);
