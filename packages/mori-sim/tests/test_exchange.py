@@ -26,6 +26,13 @@ def test_late_and_reordered_copies_still_land_before_their_signal(program):
     assert all_ranks(outcome), outcome.output
 
 
+def test_a_signal_before_its_data_is_caught(program):
+    settings = {"MORI_SIM_LAZY_COPIES": "1", "MORI_SIM_COPY_DELAY_US": "1500"}
+    outcome = program("exchange.py", "early", 2, 3, options=("--devices", "2"), **settings)
+    assert outcome.code != 0
+    assert "wrong bytes from rank" in outcome.output
+
+
 def test_kernels_push_into_the_windows_of_eight_processes(program, examples):
     code = examples.code_object("push_rows", holding="global_atomic_add")
     outcome = program("exchange.py", "kernel", RANKS, 3, code, options=("--devices", str(RANKS)))

@@ -1,10 +1,10 @@
 """Ranks as processes, each with one simulated device: VMM windows, SDMA queues, and a kernel that pushes.
 
-    exchange.py sdma|kernel RANKS STEPS [CODE_OBJECT]
+    exchange.py sdma|early|kernel RANKS STEPS [CODE_OBJECT]
 
 Everybody writes a block to everybody, every step, with a signal behind it; every byte is checked by its
-receiver. Ranks are forked before anything touches the node, and hand their windows to each other as file
-descriptors.
+receiver. `early` is the mistake: the signal goes before the data. Ranks are forked before anything touches
+the node, and hand their windows to each other as file descriptors.
 """
 
 import array
@@ -76,7 +76,8 @@ def put_by_sdma(
                 hip.copy_packet(window.at(p, rank * BLOCK + i * third), source + p * BLOCK + i * third, third)
                 for i in range(3)
             ]
-            queue.post(*copies, hip.add64_packet(window.at(p, SIGNALS + 8 * rank), 1))
+            signal = hip.add64_packet(window.at(p, SIGNALS + 8 * rank), 1)
+            queue.post(*([signal, *copies] if sys.argv[1] == "early" else [*copies, signal]))
         check_step(rank, ranks, step, window, sockets)
 
 
@@ -136,7 +137,7 @@ def rank_main(rank: int, ranks: int, sockets: dict[int, socket.socket]) -> None:
         window.bring_in(p, receive_window(s))
     source = hip.malloc(ranks * BLOCK)
     meet(sockets)
-    if how == "sdma":
+    if how in ("sdma", "early"):
         put_by_sdma(rank, ranks, steps, window, source, sockets)
     else:
         put_by_kernel(rank, ranks, steps, window, source, sockets, Path(sys.argv[4]))
