@@ -4,8 +4,8 @@
            instructions
     gemm   seconds for one workgroup of eight waves that multiplies 256x256x512 in fp8 out of 128 KiB of LDS
 
-Each figure is the best of five runs after one that warms up; every result is compared with the expected one
-first.
+Each figure is the best of five runs after one that warms up, in CPU time (one thread executes), so that a
+busy machine does not look slow; every result is compared with the expected one.
 """
 
 from __future__ import annotations
