@@ -365,6 +365,7 @@ bool AddressSpace::resolve(int device, uint64_t address, Region* region) {
   region->host = reinterpret_cast<uint8_t*>(range->begin);
   region->home_device = range->home;
   region->writable = (rights & 2) != 0;
+  region->shared = range->backing != nullptr && (range->backing->imported || range->backing->exported);
   region->kind = range->home == kHostMemory ? MemoryKind::host
                  : range->uncached          ? MemoryKind::uncached
                  : range->home == device    ? MemoryKind::local

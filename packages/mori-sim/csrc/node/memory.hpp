@@ -30,6 +30,7 @@ struct Backing {  // one memfd; closed with the last owner
   int home = 0;
   bool uncached = false;
   bool imported = false;
+  bool exported = false;  // another process may have mapped it: strict mode expects unseen writes
   std::atomic<uint64_t>* counted_in = nullptr;  // the home device's used bytes
   ~Backing();
 };

@@ -500,6 +500,7 @@ int hipMemExportToShareableHandle(void* out, void* handle, int type, unsigned lo
     if (type != kHandleFd) throw ApiError(kNotSupported, "handle type " + std::to_string(type) + ": this node exports file descriptors (1)");
     const int fd = fcntl(static_cast<Allocation*>(handle)->backing->fd, F_DUPFD_CLOEXEC, 3);
     if (fd < 0) throw ApiError(kOutOfMemory, "no file descriptor left");
+    static_cast<Allocation*>(handle)->backing->exported = true;
     std::memcpy(out, &fd, sizeof fd);
   });
 }
@@ -525,6 +526,7 @@ int hipMemGetHandleForAddressRange(void* out, void* memory, size_t, int type, un
     const BackingPtr backing = node().memory.backing_of(at(memory), nullptr);
     if (type != 1 || backing == nullptr) throw ApiError(kInvalidValue, node().memory.describe(at(memory)));
     const int fd = fcntl(backing->fd, F_DUPFD_CLOEXEC, 3);
+    backing->exported = true;
     std::memcpy(out, &fd, sizeof fd);
   });
 }
@@ -539,6 +541,7 @@ int hipIpcGetMemHandle(void* out, void* memory) {
     struct stat status;
     fstat(range.backing->fd, &status);
     const IpcHandle handle{kIpcMagic, getpid(), range.backing->fd, status.st_ino, at(memory) - range.begin, range.end - range.begin, {}};
+    range.backing->exported = true;
     std::memcpy(out, &handle, sizeof handle);
   });
 }
