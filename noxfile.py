@@ -30,6 +30,7 @@ per_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 SMOKE = {  # what must run from the wheel alone, away from the sources
     "mori-bench": ["mori-bench", "--help"],
     "mori-shmem": ["python", "-m", "mori_shmem.smoke"],
+    "mori-sim": ["mori-sim", "run", "--devices", "2", "--", "python", "-m", "mori_sim.smoke"],
     "mori-gemm-ar": [
         *["mori-gemm-ar-bench", "--world-size", "2", "--mode", "all"],
         *["-m", "65", "-n", "256", "-k", "256", "--reps", "2"],

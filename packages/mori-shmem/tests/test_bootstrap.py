@@ -200,7 +200,7 @@ def test_a_stranger_at_the_door_is_ignored() -> None:
         honest = rendezvous._call
 
         def call(place: Any, peer: int, card: Any, deadline: Any) -> Any:
-            for said in (b"", b"x" * 36, b"0" * 200):
+            for said in (b"", b"x" * 36, b"0" * 200, rendezvous._HELLO.pack(b"0" * 32, place.rank)):
                 with socket.socket(socket.AF_UNIX) as stranger:
                     stranger.connect("\0" + card.address)
                     stranger.sendall(said)

@@ -72,6 +72,9 @@ def test_all_reduce_lsa_is_exact_for_any_size_call_after_call(world_size: int) -
             for call, numel in enumerate((largest, 1, 5, comm.world_size * 64, 0, 4097)):
                 torch.manual_seed(call)
                 everybodys = [torch.randn(numel).bfloat16() for _ in range(comm.world_size)]
+                if call == 0 and comm.world_size > 2:  # exact in rank order, in any other order it is not
+                    everybodys[0] *= 2**20
+                    everybodys[1] = -everybodys[0]
                 window.tensor(numel, torch.bfloat16).copy_(everybodys[comm.rank])
                 out = torch.full((numel,), -1.0).bfloat16()
                 all_reduce_lsa(window, out, partials_offset_bytes=0, reduced_offset_bytes=reduced)

@@ -192,7 +192,7 @@ def test_a_closing_rank_finishes_what_its_queues_hold() -> None:
 
 
 def test_a_fork_that_holds_the_sockets_does_not_hide_the_death() -> None:
-    """A dead rank's forked child (a data loader, say) lives on: the peers must notice all the same."""
+    """A dead rank's children (a data loader, say) live on: the peers must notice all the same."""
 
     def rank() -> None:
         comm = mori_shmem.init()
@@ -200,6 +200,10 @@ def test_a_fork_that_holds_the_sockets_does_not_hide_the_death() -> None:
             if os.fork() == 0:
                 time.sleep(20)
                 os._exit(0)
+            sockets = [sock.fileno() for sock in comm._mesh._sockets.values()]
+            subprocess.Popen(
+                ["sleep", "20"], pass_fds=sockets
+            )  # these stay open: no end of the connection is seen
             time.sleep(0.2)
             die()
         began = time.monotonic()

@@ -256,6 +256,20 @@ def test_a_killed_server_is_replaced() -> None:
     assert _ended(first)
 
 
+def test_ranks_die_with_their_supervisor() -> None:
+    def rank(folder: str) -> None:
+        pathlib.Path(folder, str(os.getpid())).touch()
+        if my_rank() == 0:
+            while len(os.listdir(folder)) < 2:
+                time.sleep(0.01)
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with pytest.raises(RankFailed, match=r"supervises the ranks ended unexpectedly"):
+        mori_shmem.run_ranks(rank, 2, str(_scratch()))
+    assert all(_ended(int(p.name)) for p in _scratch().iterdir())
+
+
 def test_torch_is_imported_once_for_all_ranks() -> None:
     """Eight ranks start in 0.2 s on two idle cores, because each finds torch imported; alone it takes 2.5
     s."""

@@ -1,0 +1,109 @@
+// The node's memory as this process sees it: every range that kernels, copy engines and HIP calls may touch.
+//
+// Device memory is a memfd, so another process can map the same bytes. A device address is the address at which the
+// bytes are mapped here. Behind the bytes of each memfd lies one trailer page that says whose memory it is and
+// whether it is uncached; whoever imports the descriptor reads it, as a driver would know the page table bits.
+//
+// Bounds are exact: a range ends where the user's request ended, not at the end of its page.
+// Ordinary process memory may be lent to kernels (a CPU tensor standing in for a device tensor): it then counts as
+// memory of the device that touches it, and its bounds are those of the process's mapping.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "exec/machine.hpp"
+
+namespace mori_sim {
+
+constexpr int kMaxDevices = 8;
+constexpr int kHostMemory = -1;  // home of system memory
+
+struct Backing {  // one memfd; closed with the last owner
+  int fd = -1;
+  uint64_t nbytes = 0;
+  int home = 0;
+  bool uncached = false;
+  bool imported = false;
+  bool exported = false;  // another process may have mapped it: strict mode expects unseen writes
+  std::atomic<uint64_t>* counted_in = nullptr;  // the home device's used bytes
+  ~Backing();
+};
+using BackingPtr = std::shared_ptr<Backing>;
+
+enum class RangeKind { allocation, mapping, imported, host, registered, code, mapped_to_gpu };
+
+struct Range {
+  uint64_t begin = 0, end = 0;
+  RangeKind kind = RangeKind::allocation;
+  int home = 0;
+  bool uncached = false;
+  BackingPtr backing;            // null for registered host memory
+  uint64_t backing_offset = 0;
+  std::array<uint8_t, kMaxDevices> rights{};  // bit 0 read, bit 1 write, for each device
+  uint64_t host_flags = 0;       // what the caller asked for, shown by pointer queries
+};
+
+class AddressSpace : public Memory {
+ public:
+  AddressSpace(bool lend_host_memory, bool poison) : lend_host_memory_(lend_host_memory), poison_(poison) {}
+
+  // ---- allocations: backed, mapped and accessible at once
+  uint64_t allocate(uint64_t nbytes, int home, bool uncached, RangeKind kind = RangeKind::allocation);
+  void release(uint64_t address);           // throws std::invalid_argument unless an allocation starts there
+  BackingPtr backing_of(uint64_t address, uint64_t* offset) const;
+  void set_rights(uint64_t address, uint8_t rights);  // of every device, for the range that starts there
+  void enable_peer(int device, int home);   // hipMalloc'ed memory of `home` becomes reachable from `device`
+  bool peer_enabled(int device, int home) const { return peers_[device][home]; }
+
+  // ---- virtual memory management: reserve, create, map and permit are four steps
+  uint64_t reserve(uint64_t nbytes, uint64_t alignment, uint64_t wish);
+  void unreserve(uint64_t address, uint64_t nbytes);
+  BackingPtr create(uint64_t nbytes, int home, bool uncached);
+  static BackingPtr import_fd(int fd);      // the descriptor stays the caller's
+  void map(uint64_t address, uint64_t nbytes, uint64_t offset, const BackingPtr& backing);
+  void unmap(uint64_t address, uint64_t nbytes);
+  void permit(uint64_t address, uint64_t nbytes, int device, uint8_t rights);
+  uint64_t open_imported(const BackingPtr& backing);  // IPC: maps the whole of another process's allocation
+
+  // ---- host memory
+  void register_host(uint64_t address, uint64_t nbytes, uint64_t flags);
+  void unregister_host(uint64_t address);
+
+  // ---- questions
+  bool find(uint64_t address, Range* range) const;
+  // Is all of [address, address + nbytes) mapped with these rights for `device`?
+  bool covers(int device, uint64_t address, uint64_t nbytes, uint8_t rights);
+  bool reserved(uint64_t address) const;    // inside of a reservation, mapped or not
+  bool lent(uint64_t address);              // ordinary memory of this process that kernels may use
+  std::string describe(uint64_t address) const;
+  std::string describe_access(int device, uint64_t address, uint64_t nbytes);  // of the first byte out of reach
+  uint64_t used_nbytes(int home) const { return used_[home]; }
+
+  bool resolve(int device, uint64_t address, Region* region) override;
+  uint64_t generation() const override { return generation_; }
+  void host_mappings_may_have_changed();    // before a launch: what is lent is looked up anew
+
+ private:
+  Range* containing(uint64_t address);
+  const Range* containing(uint64_t address) const;
+  void insert(Range range);
+  bool resolve_lent(int device, uint64_t address, Region* region);
+  void poison(const Range& range);
+
+  const bool lend_host_memory_, poison_;
+  mutable std::recursive_mutex mutex_;
+  std::map<uint64_t, Range> ranges_;               // by first address
+  std::map<uint64_t, uint64_t> reservations_;      // first address -> nbytes
+  std::map<uint64_t, std::pair<uint64_t, bool>> lent_;  // ordinary mappings: first -> (end, writable)
+  std::array<std::array<bool, kMaxDevices>, kMaxDevices> peers_{};
+  std::array<std::atomic<uint64_t>, kMaxDevices> used_{};
+  std::atomic<uint64_t> generation_{1};
+};
+
+}  // namespace mori_sim

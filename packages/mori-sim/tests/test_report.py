@@ -1,0 +1,123 @@
+"""The report file, the exit code, and the files that other packages share with this one."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from mori_sim import report
+from mori_sim.settings import VARIABLES
+
+PACKAGE = Path(__file__).parent.parent
+
+
+def lines(*entries):
+    return "".join(json.dumps(e) + "\n" for e in entries)
+
+
+def test_counters_of_processes_add_up_and_broken_rules_are_grouped(tmp_path):
+    counters = {
+        "kind": "counters",
+        "pid": 1,
+        "rank": None,
+        "kernels": {"k": {"instructions": 5, "mfma_flops": 64, "local_bytes": 32}},
+    }
+    broken = {
+        "kind": "coherence",
+        "pid": 1,
+        "rank": "0",
+        "rule": "a",
+        "kernel": "k",
+        "pc": 16,
+        "text": "first\nsecond",
+    }
+    path = tmp_path / "r.jsonl"
+    path.write_text(lines(counters, counters, broken, broken | {"rank": "1"}, broken | {"pc": 20}))
+    found = report.read(path)
+    assert found.num_processes == 2
+    assert found.kernels["k"]["instructions"] == 10
+    assert "2.0 per byte of memory" in report.cost_sheet(found)
+    told = report.findings(found)
+    assert told.count("rule a broken") == 2
+    assert "rule a broken 2 x in k" in told
+    assert not found.clean
+
+
+def test_the_counters_of_a_run_are_kept(program, examples, tmp_path):
+    path = tmp_path / "r.jsonl"
+    outcome = program("examples.py", "matmul_wide", options=("--report", str(path), "--counters"))
+    assert outcome.code == 0, outcome.output
+    (kernel,) = report.read(path).kernels.items()
+    name, counts = kernel
+    assert name == "matmul_direct_0"
+    assert counts["workgroups"] == counts["waves"] == 2 * 9
+    assert counts["mfma"] == 18 * 3  # a block of 128 k each
+    assert counts["mfma_flops"] == 18 * 3 * 2 * 16 * 16 * 128
+    assert "matmul_direct_0: 1 launches" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("pass", 0), ("import sys; sys.exit(5)", 5), ("import os; os.kill(os.getpid(), 9)", 137)],
+)
+def test_the_program_s_own_exit_code_is_kept(program, code, expected):
+    assert program("-c", code).code == expected
+
+
+def test_a_swallowed_fault_is_no_success(program, tmp_path):
+    # The program's own process is well; a process that it started had the fault, and nobody looked.
+    child = "import faults; faults.bad_packet(None)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}]); print('all is well')"
+    outcome = program("-c", code)
+    assert "all is well" in outcome.output
+    assert outcome.code == 3
+
+
+def test_the_environment_of_a_run(program):
+    code = """
+import os, subprocess, sys
+assert os.environ["FLYDSL_GPU_ARCH"] == "gfx950"
+agents = subprocess.run(["rocm_agent_enumerator", "-name"], capture_output=True, text=True).stdout.split()
+assert agents == ["gfx000"] + ["gfx950"] * 3, agents
+assert os.access(os.environ["ROCM_PATH"] + "/llvm/bin/ld.lld", os.X_OK)
+import mori_sim
+assert mori_sim.active()
+print("ok env")
+"""
+    outcome = program("-c", code, options=("--devices", "3"))
+    assert "ok env" in outcome.output, outcome.output
+
+
+def test_another_sitecustomize_still_runs(program, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('ok other')\n")
+    outcome = program("-c", "pass", PYTHONPATH=str(tmp_path))
+    assert "ok other" in outcome.output
+
+
+def test_without_a_command_the_usage_is_told(program):
+    import subprocess
+
+    outcome = subprocess.run(
+        [sys.executable, "-m", "mori_sim", "run"], capture_output=True, text=True, timeout=60
+    )
+    assert outcome.returncode == 2
+    assert "mori-sim run -- python program.py" in outcome.stderr
+
+
+def test_every_setting_is_in_the_readme_and_read_somewhere():
+    readme = (PACKAGE / "README.md").read_text()
+    sources = "".join(
+        p.read_text() for p in [*PACKAGE.glob("csrc/node/*.cpp"), *PACKAGE.glob("src/mori_sim/*.py")]
+    )
+    for variable in VARIABLES:
+        assert f"`{variable.name}`" in readme, variable.name
+        assert sources.count(f'"{variable.name}"') >= 2 or variable.name == "MORI_SIM_PACKET_LIBRARY", (
+            variable.name
+        )
+
+
+def test_the_packet_header_is_mori_shmem_s():
+    theirs = PACKAGE.parent / "mori-shmem" / "csrc" / "include" / "mori_sdma.h"
+    if not theirs.exists():
+        pytest.skip("mori-shmem's sources are not beside this package's")
+    assert theirs.read_bytes() == (PACKAGE / "csrc" / "include" / "mori_sdma.h").read_bytes()
