@@ -788,3 +788,68 @@ def _run_cuda_helpers(cubin: bytes) -> None:
         assert "flag 6/64 from rank" in str(late.value)
         time.sleep(1)
         comm.self_test()
+
+
+# ---- what stands on it ----
+
+
+@on_both
+def test_all_reduce_by_loads_and_stores_is_exact_and_captured(spread: bool) -> None:
+    def rank() -> None:
+        import torch
+        from mori_shmem.collectives import all_reduce_lsa, reduced_bytes
+
+        def partial(of: int, round_: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(10 * round_ + of)
+            return torch.randn(10_007, generator=generator).bfloat16()
+
+        with mori_shmem.init(timeout_s=20) as comm:
+            reduced_at = 20_480
+            window = comm.alloc(reduced_at + reduced_bytes(10_007, comm.world_size))
+            mine = window.tensor(10_007, torch.bfloat16)
+            out = torch.empty(10_007, dtype=torch.bfloat16, device=comm.device)
+
+            def call() -> None:
+                all_reduce_lsa(window, out, partials_offset_bytes=0, reduced_offset_bytes=reduced_at)
+
+            mine.copy_(partial(comm.rank, 0))
+            call()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            for round_ in range(1, 20):
+                comm.barrier()  # nobody reads my partials any more
+                mine.copy_(partial(comm.rank, round_))
+                if round_ % 3:
+                    graph.replay()
+                else:
+                    call()
+                total = partial(0, round_).float()
+                for of in range(1, comm.world_size):
+                    total += partial(of, round_).float()
+                assert torch.equal(out.cpu(), total.bfloat16()), round_
+
+    run(rank, 2, spread=spread)
+
+
+@two_gpus
+def test_the_bench_validates_every_row_and_a_broken_one_not(capfd: pytest.CaptureFixture[str]) -> None:
+    import mori_bench
+    from mori_shmem.bench.__main__ import CUDA_PARTS, main
+
+    few = ["--backend", "cuda", "--world-size", "2", "--reps", "1", "--warmup", "0", "--max-bytes", "65536"]
+    assert main(few) == 0
+    rows = mori_bench.results_in(capfd.readouterr().out.splitlines())
+    assert all(row["validated"] and mori_bench.problems(row) == [] for row in rows)
+    ops = {"latency": "round_trip"}
+    assert {row["op"] for row in rows} == {ops.get(part, part) for part in CUDA_PARTS}
+    assert {row["mode"] for row in rows if row["op"] == "put"} == {
+        "shmem",
+        "signalled",
+        "eager",
+        "sm",
+        "nccl",
+    }
+    assert main([*few, "--part", "put", "--break", "swap_columns"]) == 1
+    broken = mori_bench.results_in(capfd.readouterr().out.splitlines())
+    assert broken and not any(row["validated"] for row in broken)  # noqa: PT018

@@ -110,13 +110,15 @@ def device_of(fabric: Fabric) -> str:
 
 def create_part(fabric: Fabric, nbytes: int) -> Part:
     """This rank's part of a window, zeroed. The peers need no descriptors of it: torch hands them over."""
-    return Part(nbytes, fabric.device)
+    with fabric.on_device():
+        return Part(nbytes, fabric.device)
 
 
 def map_window(fabric: Fabric, part: Part, fds: list[int], nbytes: int, deadline: Deadline) -> CudaWindow:
     """All ranks' parts in this process."""
     assert part.tensor is not None
-    handle = fabric.group.rendezvous(part.tensor, deadline)
+    with fabric.on_device():
+        handle = fabric.group.rendezvous(part.tensor, deadline)
     return fabric.add_window(CudaWindow(part.tensor, handle, nbytes))
 
 
