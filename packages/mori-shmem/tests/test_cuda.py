@@ -720,18 +720,15 @@ def _kernels(file: str) -> Any:
 
 @on_both
 def test_cuda_helpers_meet_signal_and_give_up(spread: bool, tmp_path: Any) -> None:
-    import shutil
-    import subprocess
+    from mori_shmem.jit import Source, Variant, build, cuda_headers
+    from mori_shmem.jit.cache import Cache
+    from mori_shmem.jit.compilers import compiler_named
 
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not os.path.exists(nvcc):
-        pytest.skip("nvcc is needed to compile the test's kernel")
-    (tmp_path / "k.cu").write_text(_KERNEL)
-    headers = os.path.join(os.path.dirname(mori_shmem.__file__), "device", "cuda")
-    subprocess.run(
-        [nvcc, "-arch=sm_90a", "-cubin", f"-I{headers}", "k.cu", "-o", "k.cubin"], cwd=tmp_path, check=True
-    )
-    run(_run_cuda_helpers, 2, (tmp_path / "k.cubin").read_bytes(), spread=spread)
+    file = tmp_path / "k.cu"
+    file.write_text(_KERNEL)
+    variant = Variant("mori-shmem", Source.read(file, [cuda_headers()]), (), "sm_90a")
+    cubin = build(variant, compiler=compiler_named("nvrtc"), cache=Cache(None))
+    run(_run_cuda_helpers, 2, cubin, spread=spread)
 
 
 _KERNEL = """

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import pathlib
+import re
 import types
 from typing import Any
 
@@ -416,7 +418,6 @@ def test_SH_2_the_rendezvous_store_needs_no_common_count_of_keys() -> None:
 
 
 def test_the_ptx_assembles_for_hopper_without_spills() -> None:
-    import pathlib
     import subprocess
 
     import mori_shmem.targets.cuda as cuda
@@ -432,3 +433,60 @@ def test_the_ptx_assembles_for_hopper_without_spills() -> None:
             continue  # CUDA 13 has left sm_70 behind
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("0 bytes spill stores") == 4
+
+
+def test_the_cuda_helpers_compile(tmp_path: pathlib.Path) -> None:
+    from mori_shmem.jit import Source, Variant, build, cuda_headers, resources
+    from mori_shmem.jit.cache import Cache
+    from mori_shmem.jit.compilers import CompilerMissing, compiler_named
+
+    file = tmp_path / "k.cu"
+    file.write_text("""
+      #include "words.cuh"
+      extern "C" __global__ void k(Window window, Limits limits, uint64_t* count, uint64_t* out) {
+        bool met = all_ranks_meet(window, 0, count, limits, 7);
+        if (threadIdx.x) return;
+        add_to_word<SYSTEM>((uint64_t*)peer_pointer(window, 0), 1);
+        set_word<DEVICE_SCOPE>(out, met && wait_word<SYSTEM>(out + 1, 5, limits, 0, 3, 1));
+      }""")
+    try:
+        compiler = compiler_named("nvrtc")
+    except CompilerMissing as missing:
+        pytest.skip(str(missing))
+    variant = Variant("mori-shmem", Source.read(file, [cuda_headers()]), (), "sm_90a")
+    used = resources.kernels_of(build(variant, compiler=compiler, cache=Cache(None)))
+    assert used["k"].stack_bytes == 0
+
+
+@pytest.mark.parametrize("num_warps", [1, 4])
+def test_the_triton_helpers_compile_with_order_and_scope(num_warps: int) -> None:
+    """What the GPU tests and the bench run, for sm_90, by whatever Triton is here."""
+    pytest.importorskip("triton")
+    import importlib.util
+
+    from mori_shmem.bench.cuda.kernels import ping_pong
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    file = pathlib.Path(__file__).with_name("cuda_kernels.py")
+    spec = importlib.util.spec_from_file_location("cuda_kernels", file)
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+    everything: dict[str, str] = {
+        "table": "*i64", "count": "*i64", "record": "*i32", "out": "*i64", "timeout_ns": "i64", "
+        ""wanted": "i32",
+        **dict.fromkeys(("rank", "peer", "world", "words", "value", "timeout_ms", "turns"), "i32"),
+    }  # fmt: skip
+    for kernel, fixed in (
+        (kernels.meet_and_signal, {}),
+        (kernels.produce, {"n": 1024, "chunks": 8}),
+        (ping_pong, {"first": 0}),
+        (ping_pong, {"first": 1}),
+    ):
+        signature = {name: everything.get(name, "constexpr") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, constexprs=fixed)
+        made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        ptx = made.asm["ptx"]
+        assert re.search(r"(ld|atom).global.*sys.*acquire|(ld|atom).acquire.sys", ptx)
+        assert re.search(r"atom.global.*sys.*release|atom.release.sys", ptx)

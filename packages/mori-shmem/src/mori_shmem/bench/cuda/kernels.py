@@ -10,7 +10,7 @@ from mori_shmem.device.triton import peer_pointer, set_word, wait_word, word_poi
 
 
 @triton.jit(do_not_specialize=["turns"])
-def ping_pong(table, count, record, rank, peer, first, timeout_ns, turns):
+def ping_pong(table, count, record, rank, peer, first: tl.constexpr, timeout_ns, turns):
     """`turns` times: one tells the other and waits for the answer; `count` goes on from launch to launch."""
     mine = word_pointer(peer_pointer(table, rank), 0)
     there = word_pointer(peer_pointer(table, peer), 0)
