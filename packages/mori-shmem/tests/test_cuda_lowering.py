@@ -474,9 +474,8 @@ def test_the_triton_helpers_compile_with_order_and_scope(num_warps: int) -> None
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)
     everything: dict[str, str] = {
-        "table": "*i64", "count": "*i64", "record": "*i32", "out": "*i64", "timeout_ns": "i64", "
-        ""wanted": "i32",
-        **dict.fromkeys(("rank", "peer", "world", "words", "value", "timeout_ms", "turns"), "i32"),
+        "table": "*i64", "count": "*i64", "record": "*i32", "out": "*i64", "timeout_ns": "i64",
+        **dict.fromkeys(("wanted", "rank", "peer", "world", "words", "value", "timeout_ms", "turns"), "i32"),
     }  # fmt: skip
     for kernel, fixed in (
         (kernels.meet_and_signal, {}),
