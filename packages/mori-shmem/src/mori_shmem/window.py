@@ -1,9 +1,7 @@
 """A window: memory of the same size on every rank, each part reachable from every rank.
 
-    host   rank's part = base + rank * stride    (one reservation of addresses in each process; stride >=
-           nbytes)
-    cuda   rank's part = table[rank]             (a table in device memory; the parts lie where the driver
-           put them)
+    host   rank's part = base + rank * stride    (one reservation of addresses in each process)
+    cuda   rank's part = table[rank]             (in device memory; parts lie where the driver put them)
 
 `Window` is the whole of it, `Part` one rank's part as seen from here, `Ref` an address in it that knows its
 window: that is what queues and signals take, so that each use can be checked against the window's bounds.

@@ -81,9 +81,8 @@ def _timeout(info: dict[str, Any], comm: Communicator, who: str) -> PeerTimeout:
     elif info.get("what") == "kernel":
         text = (
             f"{who}: a kernel's wait passed its deadline ({_LIMIT}): {info['purpose']} from rank {peer} "
-            f"should "
-            f"have been >= {info['wanted']}; it was {info['seen']} (block {info['block']}). The call that "
-            "the kernel belongs to has failed"
+            f"should have been >= {info['wanted']}; it was {info['seen']} (block {info['block']}). The call "
+            "that the kernel belongs to has failed"
         )
     elif info.get("dwords"):
         return PeerTimeout(f"{text}; the queue stands at {_packet(info, comm)}", rank=comm.rank, peers=peers)
