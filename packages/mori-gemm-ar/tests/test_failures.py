@@ -106,75 +106,84 @@ def test_SH_6_a_rank_that_does_not_come_is_named_with_what_it_owes():
         assert "MORI_TIMEOUT_S" in text
 
 
-def different_m(mode):
-    comm = mori_shmem.init("host", timeout_s=20)
-    op = GemmAllReduce(comm, n=N, k=K, m_max=200, mode=mode)
-    try:
-        op(*operands(129 + comm.rank, comm))
-    except CollectiveMismatch as mismatch:
-        comm.barrier()
-        return str(mismatch)
-    finally:
-        comm.close()
+def different_m():
+    texts = []
+    for mode in MODES[1:]:
+        with mori_shmem.init("host", timeout_s=20) as comm:
+            op = GemmAllReduce(comm, n=N, k=K, m_max=200, mode=mode)
+            try:
+                op(*operands(129 + comm.rank, comm))
+            except CollectiveMismatch as mismatch:
+                texts.append(str(mismatch))
+            comm.barrier()
+    return texts
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_ranks_called_with_different_m_find_out(mode):
-    for rank, text in enumerate(mori_shmem.run_ranks(different_m, 2, mode, timeout_s=60)):
-        assert f"rank {rank} called with M={129 + rank}, rank {1 - rank} with M={130 - rank}" in text
+def test_ranks_called_with_different_m_find_out():
+    for rank, texts in enumerate(mori_shmem.run_ranks(different_m, 2, timeout_s=60)):
+        assert len(texts) == len(MODES[1:])
+        for text in texts:
+            assert f"rank {rank} called with M={129 + rank}, rank {1 - rank} with M={130 - rank}" in text
 
 
-def different_arguments(name, values):
+DIFFERENCES = {
+    "n": (128, 256),
+    "k": (128, 256),
+    "m_max": (64, 65),
+    "quant": ("ptpc", "mxfp8"),
+    "mode": ("split-lsa", "fused-lsa"),
+    "gather_dtype": ("fp8", "bf16"),
+    "pull_blocks": (8, 9),
+    "self_test": (True, False),
+}
+
+
+def different_arguments():
+    texts = {}
     with mori_shmem.init("host", timeout_s=20) as comm:
-        given = {"n": N, "k": K, "m_max": 64, "mode": "split-lsa", name: values[comm.rank]}
-        try:
-            GemmAllReduce(comm, **given)
-        except ArgumentError as refusal:
-            return str(refusal)
+        for name, values in DIFFERENCES.items():
+            given = {"n": N, "k": K, "m_max": 64, "mode": "split-lsa", name: values[comm.rank]}
+            try:
+                GemmAllReduce(comm, **given)
+            except ArgumentError as refusal:
+                texts[name] = str(refusal)
+        GemmAllReduce(comm, n=N, k=K, m_max=64)(*operands(64, comm))  # nothing was harmed
+    return texts
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("n", (128, 256)),
-        ("k", (128, 256)),
-        ("m_max", (64, 65)),
-        ("quant", ("ptpc", "mxfp8")),
-        ("mode", ("split-lsa", "fused-lsa")),
-        ("gather_dtype", ("fp8", "bf16")),
-        ("pull_blocks", (8, 9)),
-        ("self_test", (True, False)),
-    ],
-)
-def test_ranks_made_with_different_arguments_are_told_both(name, values):
-    for text in mori_shmem.run_ranks(different_arguments, 2, name, values, timeout_s=60):
-        assert f"{name} is {values[0]!r} on rank 0, {values[1]!r} on rank 1" in text
+def test_ranks_made_with_different_arguments_are_told_both():
+    for texts in mori_shmem.run_ranks(different_arguments, 2, timeout_s=60):
+        for name, values in DIFFERENCES.items():
+            assert f"{name} is {values[0]!r} on rank 0, {values[1]!r} on rank 1" in texts[name]
 
 
-def with_inert_engines(mode, options):
+INERT = {
+    "split-sdma": {},
+    "fused-sdma": {},
+    "split-lsa": {"gather_transport": "sdma"},
+    "fused-lsa": {"gather_transport": "sdma", "gather_dtype": "fp8"},
+}
+
+
+def with_inert_engines():
+    found = {}
     with mori_shmem.init("host", timeout_s=5) as comm, faults(comm, drop_every=1 if comm.rank == 1 else 0):
-        try:
-            GemmAllReduce(comm, n=N, k=K, m_max=64, mode=mode, **options)
-        except TransportInert as inert:
-            return str(inert)
-        return "made"
+        for mode, options in INERT.items():
+            try:
+                GemmAllReduce(comm, n=N, k=K, m_max=64, mode=mode, **options)
+            except TransportInert as inert:
+                found[mode] = str(inert)
+        with GemmAllReduce(comm, n=N, k=K, m_max=64, mode="fused-lsa"):
+            found["no engine in its way"] = "made"
+    return found
 
 
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("split-sdma", {}),
-        ("fused-sdma", {}),
-        ("split-lsa", {"gather_transport": "sdma"}),
-        ("fused-lsa", {"gather_transport": "sdma", "gather_dtype": "fp8"}),
-    ],
-)
-def test_GA_6_engines_that_do_nothing_are_found_out_when_the_op_is_made(mode, options):
-    for text in mori_shmem.run_ranks(with_inert_engines, 3, mode, options, timeout_s=60):
-        assert f"self_test of mode='{mode}' on the host backend failed" in text
-        assert "elements are not 6" in text
-    untouched = mori_shmem.run_ranks(with_inert_engines, 3, "fused-lsa", {}, timeout_s=60)
-    assert untouched == ["made"] * 3  # no engine is in its way
+def test_GA_6_engines_that_do_nothing_are_found_out_when_the_op_is_made():
+    for found in mori_shmem.run_ranks(with_inert_engines, 3, timeout_s=60):
+        for mode in INERT:
+            assert f"self_test of mode='{mode}' on the host backend failed" in found[mode]
+            assert "elements are not 6" in found[mode]
+        assert found["no engine in its way"] == "made"
 
 
 def self_test_left_out():

@@ -11,6 +11,7 @@ namespace mori {
 namespace {
 
 constexpr Budget kEverything{UINT64_MAX, UINT64_MAX};
+constexpr int64_t kHandingOver = INT64_MAX / 2;  // as a time: not yet
 constexpr uint64_t kSliceBytes = 32 << 20;  // of a large copy; between slices the thread looks whether to stop
 
 uint64_t cost_of(const mori_sdma_packet& packet) {
@@ -131,7 +132,7 @@ Node::Served Queue::serve(Budget budget, bool is_engine) {
     bool progress = false;
     const Stop stop = drain(budget, &progress);
     blocked_.store(stop == Stop::kBlocked, std::memory_order_relaxed);
-    if (stop == Stop::kOverBudget) handed_over_ns_.store(monotonic_ns(), std::memory_order_relaxed);
+    if (stop == Stop::kOverBudget) handed_over_ns_.store(kHandingOver, std::memory_order_relaxed);
     large_.store(stop == Stop::kOverBudget && !is_engine, std::memory_order_relaxed);
     let_go();
     served.progress |= progress;
@@ -140,6 +141,8 @@ Node::Served Queue::serve(Budget budget, bool is_engine) {
     served.pending = stop == Stop::kBlocked || stop == Stop::kOverBudget;
     const bool watched = stop == Stop::kBlocked && node.own().pollers.load() != 0;
     if (served.pending && !is_engine && !watched) node.call_engine();
+    // The call may take longer than the time that is to be left to this thread after it.
+    if (stop == Stop::kOverBudget) handed_over_ns_.store(monotonic_ns(), std::memory_order_relaxed);
     return served;
   }
   return served;

@@ -1,6 +1,8 @@
 // The encoder and decoder against dwords written out by hand from the description of the packets.
 #include <mori_sdma.h>
 
+#include <cstddef>
+
 #include "check.h"
 
 namespace {
@@ -176,6 +178,17 @@ TEST(too_few_dwords) {
   CHECK(why({1, 63, 0, 0, 0, 0}) == MORI_SDMA_TRUNCATED);
   CHECK(why({2, 0, 0, 3, 1, 2, 3}) == MORI_SDMA_TRUNCATED);
   CHECK(why({0x00020000, 0}) == MORI_SDMA_TRUNCATED);
+}
+
+// What programs outside this repository's C++ (and device code) rely on.
+TEST(the_c_interface_keeps_its_shape) {
+  CHECK(mori_sdma_abi_version() == 1 && MORI_SDMA_ABI_VERSION == 1);
+  CHECK(sizeof(mori_sdma_packet) == 72 && offsetof(mori_sdma_packet, dst) == 16 && offsetof(mori_sdma_packet, data) == 64);
+  CHECK(sizeof(mori_sdma_fault) == 88 && offsetof(mori_sdma_fault, dwords) == 24);
+  CHECK(sizeof(mori_sdma_memory) == 40 && sizeof(mori_sdma_ring) == 64);
+  CHECK(offsetof(mori_sdma_ring, rptr) == 8 && offsetof(mori_sdma_ring, doorbell) == 24);
+  CHECK(offsetof(mori_sdma_ring, reserved) == 32 && offsetof(mori_sdma_ring, committed) == 40);
+  CHECK(offsetof(mori_sdma_ring, seen_rptr) == 48 && offsetof(mori_sdma_ring, nbytes) == 56);
 }
 
 TEST_MAIN

@@ -143,11 +143,12 @@ def nothing() -> None:
     """What a rank does while others are timed."""
 
 
-def repeated(action: Callable[[], object], calls: int) -> Case:
-    """A case that is too short for the clock: `calls` of it in a row, divided afterwards."""
+def repeated(action: Callable[[], object], calls: int, each: int = 1) -> Case:
+    """What is too short for the clock: `action`, which does its thing `each` times, `calls` times in a
+    row."""
 
     def start() -> None:
         for _ in range(calls):
             action()
 
-    return Case(start, calls=calls)
+    return Case(start, calls=calls * each)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mori_shmem.errors import ArgumentError, PeerError, RankFailed, RunTimeout
+from mori_shmem.errors import ArgumentError, RankFailed, RunTimeout
 from mori_shmem.launch import wire
 from mori_shmem.launch.messages import Job, Raised, Report, Returned, Stopped, TimedOut
 from mori_shmem.launch.pickling import dumps_for_ranks, loads
@@ -167,7 +167,7 @@ class _Server:
         self._control: socket.socket | None = None
 
     def request_run(self, connection: socket.socket) -> None:
-        """Have a supervisor forked that takes its job from `connection` and writes to our stdout and
+        """Have a supervisor forked. It takes its job from `connection` and writes to our stdout and
         stderr."""
         fds = [connection.fileno(), 1, 2]
         with self._lock:
@@ -189,7 +189,7 @@ class _Server:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(path=sys.path, fd=theirs.fileno())],
+                [sys.executable, "-c", _BOOT.format(path=[str(p) for p in sys.path], fd=theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={"OMP_NUM_THREADS": "1", **os.environ},
@@ -219,5 +219,3 @@ class _Server:
 
 _server = _Server()
 os.register_at_fork(after_in_child=_server.forget)
-
-__all__ = ["Outcome", "PeerError", "first_failure", "run_job"]

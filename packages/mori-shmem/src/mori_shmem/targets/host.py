@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from mori_shmem.core import native
 from mori_shmem.deadline import Deadline
+from mori_shmem.errors import TransportInert
 from mori_shmem.mesh import Mesh
 from mori_shmem.settings import Snapshot
 from mori_shmem.variables import ENGINES, RING_BYTES, TIMEOUT_S
@@ -47,6 +48,8 @@ def open_fabric(mesh: Mesh, values: Snapshot, num_queues: int, deadline: Deadlin
             max_queues=num_queues * mesh.world_size,
             ring_bytes=values[RING_BYTES],
         )
+    except native.CoreError as error:
+        raise TransportInert(f"rank {mesh.rank}: the host transport cannot start: {error}") from error
     finally:
         for fd in [*mine, *(fd for fds in theirs for fd in fds)]:
             os.close(fd)
