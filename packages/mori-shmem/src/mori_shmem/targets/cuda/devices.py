@@ -36,13 +36,10 @@ def check_connections(num_queues: int, connections: int) -> None:
     """Refuse a copy queue that would have to share a hardware queue."""
     if num_queues > connections - _RESERVED:
         raise QueueLimitError(
-            f"copy queue number {num_queues} of this process: {CONNECTIONS} gives it {connections} "
-            f"hardware queues, "
-            f"{_RESERVED} of them for other streams. One more would share a hardware queue, and a queue "
-            f"that waits "
-            f"for a flag would hold up the other. Set {CONNECTIONS}={_MOST} before CUDA starts in this "
-            f"process "
-            "(init does so if it comes first), or use fewer queues"
+            f"copy queue number {num_queues} of this process: {CONNECTIONS} gives it {connections} hardware "
+            f"queues, {_RESERVED} of them for other streams. One more would share a hardware queue, and a queue "
+            f"that waits for a flag would hold up the other. Set {CONNECTIONS}={_MOST} before CUDA starts in "
+            "this process (init does so if it comes first), or use fewer queues"
         )
 
 
