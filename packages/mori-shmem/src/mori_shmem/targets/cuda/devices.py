@@ -38,8 +38,8 @@ def check_connections(num_queues: int, connections: int) -> None:
         raise QueueLimitError(
             f"copy queue number {num_queues} of this process: {CONNECTIONS} gives it {connections} hardware "
             f"queues, {_RESERVED} of them for other streams. One more would share a hardware queue, and a "
-            f"queue that waits for a flag would hold up the other. Set {CONNECTIONS}={_MOST} before CUDA starts in "
-            "this process (init does so if it comes first), or use fewer queues"
+            f"queue that waits for a flag would hold up the other. Set {CONNECTIONS}={_MOST} before CUDA "
+            "starts in this process (init does so if it comes first), or use fewer queues"
         )
 
 
