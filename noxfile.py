@@ -68,7 +68,8 @@ def tests(session: nox.Session, package: str) -> None:
 
 def gpu_tests(session: nox.Session, num_gpus: int) -> None:
     sync(session, "--all-packages", "--group=dev")
-    session.run("pytest", "-m", "gpu", f"--num-gpus={num_gpus}", "packages", *session.posargs)
+    run = ("python", "tools/gpu_run", "pytest", "-m", "gpu", f"--num-gpus={num_gpus}", "packages")
+    session.run(*run, *session.posargs)
 
 
 @nox.session(name="test-8gpu", tags=["gpu"])

@@ -174,9 +174,9 @@ def test_accuracy_prints_both_tables(capsys):
 
 def test_an_unknown_backend_is_an_error_and_not_another_backend(capsys):
     with pytest.raises(SystemExit) as refusal:
-        main(["--backend", "cuda"])
+        main(["--backend", "rocm"])
     assert refusal.value.code == 2
-    assert "'cuda' is not part of this version" in capsys.readouterr().err
+    assert "'rocm' is not part of this version" in capsys.readouterr().err
 
 
 def test_overlap_is_the_share_of_copying_within_the_gemm():

@@ -74,8 +74,8 @@ def test_what_it_cannot_do_is_refused(bench: Bench, capfd: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         bench("--world-size", "2", "--trace", "x.json")
     assert "no phases to trace" in capfd.readouterr().err
-    with pytest.raises(TransportInert, match=r"backend='cuda' is not part of this version"):
-        bench("--world-size", "1", "--part", "barrier", "--backend", "cuda")
+    with pytest.raises(TransportInert, match=r"backend='rocm' is not part of this version"):
+        bench("--world-size", "1", "--part", "barrier", "--backend", "rocm")
 
 
 def test_the_console_script_is_installed() -> None:

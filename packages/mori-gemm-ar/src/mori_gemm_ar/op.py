@@ -31,7 +31,6 @@ from mori_shmem.errors import (
     UnsupportedShape,
 )
 
-from mori_gemm_ar.layout import Layout, layout_for
 from mori_gemm_ar.options import Options, resolve
 from mori_gemm_ar.plan import Plan
 from mori_gemm_ar.problem import Problem
@@ -100,7 +99,7 @@ class GemmAllReduce:
         self._lock = threading.Lock()
         self._plan = functools.lru_cache(PLANS_KEPT)(self._plan_for)
         self._compare_ranks()
-        self._layout: Layout = layout_for(m_max, n, comm.world_size, self.options)
+        self._layout = target.layout_for(m_max, n, comm.world_size, self.options)
         self._window = comm.alloc(self._layout.nbytes)
         try:
             self._runner = target.Runner(comm, self._window, self._layout, self.options, m_max)
@@ -126,9 +125,12 @@ class GemmAllReduce:
         return m >= PROFITABLE_M
 
     @staticmethod
-    def window_bytes_for(*, n: int, m_max: int, world_size: int, k: int | None = None, **options: Any) -> int:
+    def window_bytes_for(
+        *, n: int, m_max: int, world_size: int, k: int | None = None, backend: str = "host", **options: Any
+    ) -> int:
         """The bytes of symmetric memory that such an op allocates on every rank, whatever k is."""
-        return layout_for(m_max, n, world_size, resolve(**options)).nbytes
+        nbytes: int = target_for(backend).layout_for(m_max, n, world_size, resolve(**options)).nbytes
+        return nbytes
 
     # ---- rows ----
 
@@ -231,7 +233,7 @@ class GemmAllReduce:
         terms = range(1, world_size + 1) if self.options.communicates else (self.comm.rank + 1,)
         want = torch.full_like(got, float(sum(terms)))
         if self.options.gather_dtype == "fp8":
-            want = fp8_wire(want)
+            want = fp8_wire(want.cpu()).to(got.device)
         wrong = got != want
         if not bool(wrong.any()):
             return ""
@@ -320,11 +322,11 @@ class _Constant:
     """Partial sums for a self-test: the same number everywhere."""
 
     def __init__(self, value: float) -> None:
-        self._value = value
+        self.value = value
 
     def begin(self) -> None:
         """Nothing is prepared."""
 
     def store(self, rows: object, into: torch.Tensor) -> None:
         """into = the number."""
-        into.fill_(self._value)
+        into.fill_(self.value)

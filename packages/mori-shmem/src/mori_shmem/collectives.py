@@ -60,9 +60,9 @@ def all_reduce_lsa(
     num_elements = out.numel()
     _check(window, out, partials_offset_bytes, reduced_offset_bytes)
     bounds = slice_bounds(num_elements, comm.world_size)
-    comm.barrier(timeout_s)
+    comm.stream_barrier(timeout_s)
     _reduce(window, bounds, partials_offset_bytes, reduced_offset_bytes)
-    comm.barrier(timeout_s)
+    comm.stream_barrier(timeout_s)
     _gather(window, bounds, reduced_offset_bytes, out)
 
 
@@ -74,7 +74,14 @@ def _reduce(window: Window, bounds: list[int], partials: int, reduced: int) -> N
     begin, end = bounds[rank], bounds[rank + 1]
     offset = partials + begin * _ITEM_BYTES
     sources = [window.peer(p).tensor(end - begin, torch.bfloat16, offset) for p in range(world_size)]
-    sum_bf16(window.tensor(end - begin, torch.bfloat16, reduced), sources)
+    mine = window.tensor(end - begin, torch.bfloat16, reduced)
+    if mine.device.type == "cpu":
+        sum_bf16(mine, sources)
+    else:
+        total = sources[0].float()
+        for source in sources[1:]:
+            total += source
+        mine.copy_(total)
 
 
 def _gather(window: Window, bounds: list[int], reduced: int, out: torch.Tensor) -> None:
@@ -93,8 +100,11 @@ def _gather(window: Window, bounds: list[int], reduced: int, out: torch.Tensor) 
 def _check(window: Window, out: torch.Tensor, partials: int, reduced: int) -> None:
     import torch
 
-    if out.dtype != torch.bfloat16 or not out.is_contiguous() or out.device.type != "cpu":
-        raise ArgumentError(f"out is {out.dtype} on {out.device}: a contiguous bfloat16 CPU tensor is needed")
+    if out.dtype != torch.bfloat16 or not out.is_contiguous() or out.device != window.comm.device:
+        raise ArgumentError(
+            f"out is {out.dtype} on {out.device}: a contiguous bfloat16 tensor on {window.comm.device} is "
+            f"needed"
+        )
     check_count("partials_offset_bytes", partials)
     check_count("reduced_offset_bytes", reduced)
     partials_nbytes = out.numel() * _ITEM_BYTES

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from mori_shmem import steps, variables
 from mori_shmem.bootstrap import Place, find_place, register
-from mori_shmem.core import CoreError, native
+from mori_shmem.core import CoreError
 from mori_shmem.deadline import Deadline
 from mori_shmem.errors import ArgumentError, ClosedError, LayoutError, TransportInert
 from mori_shmem.mesh import Mesh
 from mori_shmem.queue import CopyQueue
 from mori_shmem.rendezvous import meet
 from mori_shmem.settings import Snapshot
-from mori_shmem.variables import ENGINES, QUEUES, TIMEOUT_S
+from mori_shmem.variables import BACKEND, ENGINES, QUEUES, TIMEOUT_S
 from mori_shmem.window import Ref, Window, check_ref, check_word
 from mori_shmem.wording import forked, queue_limit, worded
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger("mori_shmem")
-_TARGETS = {"host": "mori_shmem.targets.host"}
+_TARGETS = {"host": "mori_shmem.targets.host", "cuda": "mori_shmem.targets.cuda"}
 _BACKENDS = ("auto", "host", "cuda", "rocm")
 _DRAIN_S = 1.0  # how long close() lets the queues finish what they hold
 
@@ -58,7 +58,7 @@ def init(
 ) -> Communicator:
     """Meet the other ranks; returns this rank's Communicator, owned by the caller. Collective.
 
-    backend      "host"; "auto" takes what this machine has
+    backend      "host", "cuda"; "auto" is MORI_SHMEM_BACKEND, and without it what this machine has
     rank, world_size, store, group
                  who the ranks are: nothing (torchrun's variables, or torch's default process group where
                  there is one), a process group, or all three of the others
@@ -67,8 +67,8 @@ def init(
     num_engines  copy-engine threads of this rank (MORI_SHMEM_ENGINES)
     max_queues   queues that may be used to each peer, at most MORI_SHMEM_QUEUES
     """
-    target = _target(backend)
     values = variables.TABLE.read({TIMEOUT_S: timeout_s, ENGINES: num_engines})
+    target = _target(backend_of(backend, values))
     num_queues = _checked_queues(max_queues, values)
     place = find_place(rank, world_size, store, group, name, values[TIMEOUT_S])
     generation = register.enter(place, name)
@@ -79,15 +79,28 @@ def init(
         raise
 
 
-def _target(backend: str) -> tuple[str, ModuleType]:
-    """The target's name and module."""
+def backend_of(backend: str, values: Snapshot | None = None) -> str:
+    """The backend that an argument means: what "auto" stands for (MORI_SHMEM_BACKEND), on this machine."""
     steps.check_one_of("backend", backend, _BACKENDS)
-    chosen = "host" if backend == "auto" else backend
+    if backend == "auto":
+        backend = (values or variables.TABLE.read())[BACKEND]
+    return _what_is_here() if backend == "auto" else backend
+
+
+def _target(chosen: str) -> tuple[str, ModuleType]:
+    """The target's name and module."""
     if chosen not in _TARGETS:
         raise TransportInert(
-            f"backend={backend!r} is not part of this version of mori-shmem; it has: {', '.join(_TARGETS)}"
+            f"backend={chosen!r} is not part of this version of mori-shmem; it has: {', '.join(_TARGETS)}"
         )
     return chosen, importlib.import_module(_TARGETS[chosen])
+
+
+def _what_is_here() -> str:
+    """The backend of this machine. Asking torch for GPUs does not touch them."""
+    import torch
+
+    return "cuda" if torch.version.cuda and torch.cuda.is_available() else "host"
 
 
 def _checked_queues(max_queues: int | None, values: Snapshot) -> int:
@@ -129,7 +142,7 @@ class Communicator:
         target: tuple[str, ModuleType],
         place: Place,
         mesh: Mesh,
-        fabric: native.Fabric,
+        fabric: Any,
         values: Snapshot,
     ) -> None:
         self.backend = target[0]
@@ -138,8 +151,8 @@ class Communicator:
         self.timeout_s = values[TIMEOUT_S]
         self.settings = values
         self.num_queues = fabric.queues_per_peer
-        self.core = fabric  # the native fabric, for the device-side helpers of the mori packages
-        self._target = target[1]
+        self.core = fabric  # the target's fabric, for the device-side helpers of the mori packages
+        self.target = target[1]
         self._mesh = mesh
         self._pid = os.getpid()
         self._queues: dict[tuple[int, int], CopyQueue] = {}
@@ -150,6 +163,15 @@ class Communicator:
         self._closer = weakref.finalize(self, _close, self._pid, place, mesh, fabric)
         _live.add(self)
 
+    @property
+    def fault_record(self) -> torch.Tensor:
+        """The record that waits in kernels write to when they pass their deadline (device/): int32,
+        pinned."""
+        if self.backend == "host":
+            raise ArgumentError("the host backend runs no kernels: it has no fault record")
+        record: torch.Tensor = self.core.record.memory
+        return record
+
     # ---- memory ----
 
     @property
@@ -157,24 +179,25 @@ class Communicator:
         """Where windows live."""
         import torch
 
-        return torch.device(self._target.device_of(self.rank))
+        return torch.device(self.target.device_of(self.core))
 
     def alloc(self, nbytes: int) -> Window:
         """A zero-filled window of `nbytes` on every rank. Collective; a difference between ranks raises on
         all."""
         self.check_open()
         deadline = Deadline(self.timeout_s)
-        fd, fault = self._create_part(nbytes)
+        part, fault = self._create_part(nbytes)
+        fds: list[int] = []
         try:
-            offers = self._mesh.exchange("alloc", (nbytes, fault), deadline, [fd] if fd >= 0 else [])
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        fds = [fd for offer in offers for fd in offer.fds]
-        try:
+            offers = self._mesh.exchange("alloc", (nbytes, fault), deadline, part.fds if part else [])
+            fds = [fd for offer in offers for fd in offer.fds]
             self._check_offers([offer.value for offer in offers])
-            core = self._all_or_none("map", lambda: self.core.map_window(fds, nbytes), deadline)
+            core = self._all_or_none(
+                "map", lambda: self.target.map_window(self.core, part, fds, nbytes, deadline), deadline
+            )
         finally:
+            if part:
+                part.close()
             for fd in fds:
                 os.close(fd)
         window = Window(self, core, self._num_windows)
@@ -182,15 +205,14 @@ class Communicator:
         self._windows.add(window)
         return window
 
-    def _create_part(self, nbytes: int) -> tuple[int, str]:
-        """My part's descriptor, or -1 and why there is none: the peers must hear of it, or they would wait
-        for me."""
+    def _create_part(self, nbytes: int) -> tuple[Any, str]:
+        """My part, or None and why there is none: the peers must hear of it, or they would wait for me."""
         if type(nbytes) is not int or nbytes < 1:
-            return -1, f"nbytes={nbytes!r}: a whole number of at least 1 is needed"
+            return None, f"nbytes={nbytes!r}: a whole number of at least 1 is needed"
         try:
-            return self._target.create_memory(nbytes), ""
+            return self.target.create_part(self.core, nbytes), ""
         except CoreError as error:
-            return -1, str(worded(error, self, f"alloc({nbytes})"))
+            return None, str(worded(error, self, f"alloc({nbytes})"))
 
     def _check_offers(self, offers: list[tuple[int, str]]) -> None:
         faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(offers) if fault]
@@ -248,9 +270,9 @@ class Communicator:
         """The queues that this rank has asked for so far."""
         return list(self._queues.values())
 
-    def encode(self, program_steps: list[steps.Step]) -> native.Program:
-        """The native form of a put program's steps."""
-        program = native.Program(self.core)
+    def encode(self, program_steps: list[steps.Step]) -> Any:
+        """The target's form of a put program's steps."""
+        program = self.target.new_program(self.core)
         try:
             for verb, arguments in program_steps:
                 getattr(program, verb)(*arguments)
@@ -272,7 +294,7 @@ class Communicator:
         """The word's value (acquire)."""
         check_word(self, where, "read")
         try:
-            return self.core.read(where.address)
+            return int(self.core.read(where.address))
         except CoreError as error:
             raise worded(error, self, "read") from None
 
@@ -297,13 +319,14 @@ class Communicator:
         if peer is not None and (type(peer) is not int or not 0 <= peer < self.world_size):
             raise ArgumentError(f"peer {peer!r}: ranks of this communicator are 0..{self.world_size - 1}")
         try:
-            return self.core.wait(
+            seen: int = self.core.wait(
                 where.address,
                 value,
-                cmp,  # type: ignore[arg-type]
+                cmp,
                 peer=-1 if peer is None else peer,
                 timeout_s=self.checked_timeout(timeout_s),
             )
+            return seen
         except CoreError as error:
             raise worded(error, self, f"wait for {what}" if what else "wait") from None
 
@@ -314,6 +337,29 @@ class Communicator:
             self.core.barrier(self.checked_timeout(timeout_s))
         except CoreError as error:
             raise worded(error, self, "barrier") from None
+
+    def stream_barrier(self, timeout_s: float | None = None) -> None:
+        """A barrier in the order of the caller's work. Where that runs on a stream, this returns at once,
+        can be captured in a CUDA graph, and a rank that is late is found by `check`; elsewhere it is
+        `barrier`.
+
+        The stream barriers of a communicator follow one another on every rank: do not let two run at a time.
+        """
+        self.check_open()
+        try:
+            self.target.stream_barrier(self.core, self.checked_timeout(timeout_s))
+        except CoreError as error:
+            raise worded(error, self, "stream_barrier") from None
+
+    def check(self) -> None:
+        """Raise PeerTimeout if a wait inside a kernel of this rank has passed its deadline. Every wait of
+        the host
+        looks as well; this is for calls that do not wait."""
+        self.check_open()
+        try:
+            self.target.check(self.core)
+        except CoreError as error:
+            raise worded(error, self, "a kernel") from None
 
     def all_gather(self, obj: object, timeout_s: float | None = None) -> list[Any]:
         """Everybody's object, in rank order. For small host objects; they are pickled."""
@@ -351,10 +397,9 @@ class Communicator:
         said so."""
         deadline = Deadline(_DRAIN_S)
         for queue in self._queues.values():
-            core = queue.core
-            if core.completed_bytes != core.submitted_bytes:
+            if self.target.is_busy(queue.core):
                 with contextlib.suppress(CoreError):
-                    core.quiet(max(deadline.left_s(), 0.001))
+                    queue.core.quiet(max(deadline.left_s(), 0.001))
                     continue
                 _LOG.warning(
                     "rank %d closes its communicator with work left in queue %d to rank %d: it is dropped",
@@ -395,10 +440,9 @@ class Communicator:
     def describe(self, address: int) -> str:
         """An address in words: which window, whose part, how far in."""
         for window in list(self._windows):
-            h = window.handle
-            rank, offset = divmod(address - h.base, h.stride)
-            if 0 <= rank < h.world_size and offset < window.nbytes:
-                return f"window {window.number}, rank {rank}'s part, offset {offset}"
+            for rank, start in enumerate(window.addresses):
+                if start <= address < start + window.nbytes:
+                    return f"window {window.number}, rank {rank}'s part, offset {address - start}"
         return f"address {address:#x}"
 
     def check_ref(self, ref: Ref, nbytes: int, what: str) -> None:
@@ -413,7 +457,7 @@ class Communicator:
                 queue.core.set_faults(**faults)
 
 
-def _close(pid: int, place: Place, mesh: Mesh, fabric: native.Fabric) -> None:
+def _close(pid: int, place: Place, mesh: Mesh, fabric: Any) -> None:
     """Give everything back. Also runs when a communicator is garbage, and at the interpreter's exit."""
     if os.getpid() != pid:
         return

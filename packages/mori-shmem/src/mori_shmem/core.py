@@ -4,6 +4,7 @@ is wrong."""
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from mori_shmem.errors import CoreMissing
 
@@ -19,4 +20,12 @@ except ImportError as error:
 
 CoreError = native.CoreError
 
-__all__ = ["CoreError", "native"]
+
+def core_error(kind: native.ErrorKind, **info: Any) -> CoreError:
+    """The error that the core would raise, for targets whose core is not native."""
+    error = CoreError(kind, info)
+    error.kind, error.info = kind, info
+    return error
+
+
+__all__ = ["CoreError", "core_error", "native"]

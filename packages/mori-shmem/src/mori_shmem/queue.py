@@ -2,6 +2,9 @@
 
 Order: a signal is visible only after everything that the queue copied before it. Between queues there is no
 order. `quiet` returns when all that was submitted is done and visible. Queues may be shared by threads.
+
+Where the caller's work runs on a stream (cuda), what is submitted starts after all that the stream held at
+that moment, and `join` orders the stream's next work after it; both can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ class CopyQueue:
 
     def __init__(self, comm: Communicator, core: Any, peer: int, index: int) -> None:
         self.comm = comm
-        self.core = core  # the native queue
+        self.core = core  # the target's queue
         self.peer = peer
         self.index = index
 
@@ -61,6 +64,16 @@ class CopyQueue:
             self.core.submit(encoded)
         except CoreError as error:
             raise worded(error, self.comm, self._name("submit")) from None
+
+    def join(self) -> None:
+        """What the caller does next comes after all that was submitted. On a stream this returns at once
+        and holds
+        the stream; without one it is `quiet`."""
+        self.comm.check_open()
+        try:
+            self.comm.target.join(self.core)
+        except CoreError as error:
+            raise worded(error, self.comm, self._name("join")) from None
 
     def quiet(self, timeout_s: float | None = None) -> None:
         """Wait until all that was submitted before is done and visible to the peer."""

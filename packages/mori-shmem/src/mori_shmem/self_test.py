@@ -142,7 +142,7 @@ class _Probe:
     def _wrong_bytes(self, peer: int, number: int) -> int:
         me = self._comm.rank
         landed = self._data(self._landing(me, peer))
-        return int((landed != _pattern(peer, me, number)).sum())
+        return int((landed.cpu() != _pattern(peer, me, number)).sum())
 
     def _found(self, source: int, target: int, index: int, what: str) -> None:
         self._findings.setdefault((source, target, index), Finding(source, target, index, what))

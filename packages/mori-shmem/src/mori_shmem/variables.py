@@ -6,6 +6,14 @@ from mori_shmem.settings import Setting, SettingsTable
 
 TABLE = SettingsTable("mori-shmem")
 
+BACKEND = TABLE.add(
+    Setting(
+        "MORI_SHMEM_BACKEND",
+        "auto",
+        choices=("auto", "host", "cuda", "rocm"),
+        doc='target that backend="auto" means; auto takes what this machine has',
+    )
+)
 TIMEOUT_S = TABLE.add(
     Setting("MORI_TIMEOUT_S", 30.0, low=0.01, high=86400.0, doc="limit of every wait for a peer, in seconds")
 )

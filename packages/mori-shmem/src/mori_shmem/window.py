@@ -1,6 +1,7 @@
 """A window: memory of the same size on every rank, each part reachable from every rank.
 
-    rank's part  = base + rank * stride      (one reservation of addresses in each process; stride >= nbytes)
+    host   rank's part = base + rank * stride    (one reservation of addresses in each process)
+    cuda   rank's part = table[rank]             (in device memory; parts lie where the driver put them)
 
 `Window` is the whole of it, `Part` one rank's part as seen from here, `Ref` an address in it that knows its
 window: that is what queues and signals take, so that each use can be checked against the window's bounds.
@@ -25,12 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Handle:
-    """What a kernel needs to reach every part: by value, no pointers to follow."""
+    """What a kernel needs to reach every part, by value.
+
+    Where `table` is 0, rank r's part starts at base + r * stride. Else it starts at table[r] (64-bit
+    addresses in device memory), `base` is my own part and `stride` is 0.
+    """
 
     base: int
     stride: int
     rank: int
     world_size: int
+    table: int = 0
 
 
 class Ref:
@@ -43,7 +49,7 @@ class Ref:
         self.window = window
         self.rank = rank
         self.offset_bytes = offset_bytes
-        self.address = window.handle.base + rank * window.handle.stride + offset_bytes
+        self.address = window.addresses[rank] + offset_bytes
 
     def __add__(self, nbytes: int) -> Ref:
         return Ref(self.window, self.rank, self.offset_bytes + _whole("offset", nbytes))
@@ -69,8 +75,8 @@ class Part:
         self.rank = rank
 
     def tensor(self, shape: Sequence[int] | int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """A contiguous CPU tensor over this memory, from `offset_bytes` on. It shares the memory; nothing
-        is copied."""
+        """A contiguous tensor over this memory, from `offset_bytes` on, on the communicator's device. It
+        shares the memory; nothing is copied."""
         import torch
 
         window = self._window
@@ -85,9 +91,9 @@ class Part:
                 f"offset_bytes={offset_bytes} is no multiple of {dtype.itemsize}, the size of {dtype}"
             )
         if nbytes == 0:
-            return torch.empty(sizes, dtype=dtype)
-        span = window.core.span(self.rank, offset_bytes, nbytes)
-        return torch.frombuffer(span, dtype=torch.uint8).view(dtype).view(sizes)
+            return torch.empty(sizes, dtype=dtype, device=window.comm.device)
+        part: torch.Tensor = window.comm.target.tensor_of(window.core, self.rank, offset_bytes, nbytes)
+        return part.view(dtype).view(sizes)
 
     def at(self, offset_bytes: int) -> Ref:
         """The address `offset_bytes` into this part."""
@@ -99,10 +105,13 @@ class Window:
 
     def __init__(self, comm: Communicator, core: Any, number: int) -> None:
         self.comm = comm
-        self.core = core  # the native window
+        self.core = core  # the target's window
         self.nbytes: int = core.nbytes
         self.number = number  # the how manieth window of its communicator: equal on all ranks
-        self.handle = Handle(core.base, core.stride, core.rank, core.world_size)
+        self.handle = Handle(core.base, core.stride, core.rank, core.world_size, getattr(core, "table", 0))
+        self.addresses: tuple[int, ...] = comm.target.addresses_of(
+            core
+        )  # of each rank's part, in this process
         self._parts = [Part(self, rank) for rank in range(core.world_size)]
 
     def tensor(self, shape: Sequence[int] | int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:

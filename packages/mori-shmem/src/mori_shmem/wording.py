@@ -78,6 +78,12 @@ def _timeout(info: dict[str, Any], comm: Communicator, who: str) -> PeerTimeout:
     text = f"{who}: waited {info.get('waited_s', 0.0):.3g} s ({_LIMIT})"
     if missing:
         text += f" for {ranks_text(missing)}, which did not come"
+    elif info.get("what") == "kernel":
+        text = (
+            f"{who}: a kernel's wait passed its deadline ({_LIMIT}): {info['purpose']} from rank {peer} "
+            f"should have been >= {info['wanted']}; it was {info['seen']} (block {info['block']}). The call "
+            "that the kernel belongs to has failed"
+        )
     elif info.get("dwords"):
         return PeerTimeout(f"{text}; the queue stands at {_packet(info, comm)}", rank=comm.rank, peers=peers)
     elif _is_about_a_word(info):

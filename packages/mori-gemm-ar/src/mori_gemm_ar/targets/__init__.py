@@ -7,7 +7,7 @@ from types import ModuleType
 
 from mori_shmem.errors import TransportInert
 
-TARGETS = {"host": "mori_gemm_ar.targets.host"}
+TARGETS = {"host": "mori_gemm_ar.targets.host", "cuda": "mori_gemm_ar.targets.cuda"}
 
 
 def target_for(backend: str) -> ModuleType:
@@ -15,6 +15,7 @@ def target_for(backend: str) -> ModuleType:
     Runner            one op's buffers and flags on this rank: `run(plan, call, partials)`
     Gemm              the matrix product band by band: `partials(a, b, a_grid, b_grid)`
     MAX_BAND_ROWS     rows of a band, ROW_MULTIPLE what padded_m rounds up to
+    layout_for(...)   what lies where in the window, with its size as `nbytes`
     DEFAULT_PULL_BLOCKS
     why_not(...)      the reason against a problem on this target, or None
     """

@@ -1,8 +1,9 @@
-"""`mori-shmem-bench`: what each part of the host transport costs, beside what one would use instead.
+"""`mori-shmem-bench`: what each part of the transport costs, beside what one would use instead.
 
-Without arguments it runs the parts that its targets are about: copies and latencies between 2 ranks,
-barriers at 2, 4 and 8, the all-reduce at 4; then it says which targets this run met. `--world-size N` runs
-every part at N ranks. Every row is checked in this run; the exit code is 1 if any of them is wrong.
+On the host, without arguments, it runs the parts that its targets are about: copies and latencies between 2
+ranks, barriers at 2, 4 and 8, the all-reduce at 4; then it says which targets this run met. On NVIDIA GPUs
+(bench/cuda) it runs every part with one rank a GPU, beside NCCL. `--world-size N` runs every part at N
+ranks. Every row is checked in this run; the exit code is 1 if any of them is wrong.
 """
 
 from __future__ import annotations
@@ -18,22 +19,27 @@ from mori_bench import Result
 from mori_shmem.bench.put import SIZES
 from mori_shmem.bench.stage import Options, Stage
 from mori_shmem.bench.targets import targets
+from mori_shmem.comm import backend_of
 from mori_shmem.launch import run_ranks, started_by_launcher
 
 PARTS = ("put", "latency", "barrier", "all_reduce")
+CUDA_PARTS = (*PARTS, "pairs")
 DEFAULT_RUNS = ((2, ("put", "latency", "barrier")), (4, ("barrier", "all_reduce")), (8, ("barrier",)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script. Under torchrun every rank calls it and rank 0 reports."""
     args = _parse(arguments)
-    options = Options(args.reps, args.warmup, args.seed, args.fault, args.backend, args.max_bytes)
-    parts = tuple(args.part or PARTS)
+    backend = backend_of(args.backend)
+    options = Options(args.reps, args.warmup, args.seed, args.fault, backend, args.max_bytes)
+    parts = tuple(args.part or (CUDA_PARTS if backend == "cuda" else PARTS))
     if started_by_launcher():
         results = run_rank(options, parts)
         return _report(results, args.json) if os.environ["RANK"] == "0" else 0
     if args.world_size is not None:
         runs = [(args.world_size, parts)]
+    elif backend == "cuda":
+        runs = [(_num_gpus(), parts)]
     else:
         runs = [(n, tuple(p for p in of_run if p in parts)) for n, of_run in DEFAULT_RUNS]
     results = []
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("mori-shmem-bench", description=__doc__)
     parser.add_argument(
-        "--part", action="append", choices=PARTS, help="only this part; may be given several times"
+        "--part", action="append", choices=CUDA_PARTS, help="only this part; may be given several times"
     )
     parser.add_argument(
         "--max-bytes",
@@ -72,25 +78,44 @@ def run_rank(options: Options, parts: Sequence[str]) -> list[Result]:
 
     import mori_shmem
 
-    dist.init_process_group("gloo")
+    where = "mori_shmem.bench.cuda" if options.backend == "cuda" else "mori_shmem.bench"
+    has_nccl = options.backend == "cuda" and _one_gpu_a_rank()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_nccl else "gloo")
     try:
         with mori_shmem.init(options.backend) as comm:
-            stage = Stage(comm, options)
+            stage = Stage(comm, options, has_nccl)
             for part in parts:
-                importlib.import_module(f"mori_shmem.bench.{part}").run(stage)
+                importlib.import_module(f"{where}.{part}").run(stage)
             comm.barrier()
             return stage.results
     finally:
         dist.destroy_process_group()
 
 
+def _one_gpu_a_rank() -> bool:
+    """Take this rank's GPU; whether NCCL can be used, which wants one for each rank."""
+    import torch
+
+    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    torch.cuda.set_device(local % count)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) <= count
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return max(torch.cuda.device_count(), 1)
+
+
 def _report(results: Sequence[Result], json_file: str | None) -> int:
     rows = [result.emit(json_file) for result in results]
     columns = ("op", "mode", "world_size", "shape", "max_rank_time_us", "spread_pct", "gb_per_s", "validated")
     print("\n" + mori_bench.table(rows, columns))
-    print("\nTargets, for two idle cores:")
-    for target in targets(results):
-        print(f"  {target}")
+    if any(result.backend == "host" for result in results):
+        print("\nTargets, for two idle cores:")
+        for target in targets(results):
+            print(f"  {target}")
     wrong = [result for result in results if not result.validated]
     if wrong:
         print(f"\n{len(wrong)} of {len(results)} results are wrong", file=sys.stderr)

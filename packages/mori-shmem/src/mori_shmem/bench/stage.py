@@ -41,6 +41,7 @@ class Stage:
 
     comm: Communicator
     options: Options
+    has_nccl: bool = False
     results: list[Result] = field(default_factory=list)
 
     @property
@@ -51,6 +52,13 @@ class Stage:
     @property
     def is_receiver(self) -> bool:
         return self.comm.rank == 0
+
+    def _device_name(self) -> str:
+        if self.comm.backend == "host":
+            return mori_bench.cpu_name()
+        import torch
+
+        return torch.cuda.get_device_name(self.comm.device)
 
     def numbers(self, shape: tuple[int, int], *purpose: object) -> torch.Tensor:
         """Random bf16 for one purpose, equal wherever it is asked for, all finite."""
@@ -106,8 +114,8 @@ class Stage:
         self.results.append(
             Result(
                 op=op,
-                backend=self.comm.backend if mode == "shmem" else "host",
-                device=mori_bench.cpu_name(),
+                backend=self.comm.backend,
+                device=self._device_name(),
                 world_size=self.comm.world_size,
                 mode=mode,
                 shape=shape,

@@ -1,0 +1,48 @@
+"""Where a wait inside a kernel writes down that its deadline passed; the host turns it into a PeerTimeout.
+
+The record is the `Fault` of device/cuda/signal.cuh: eight 32-bit words in pinned host memory, so that a
+look at it is a load and no copy. The first wait that fails owns it (compare-and-swap of `code` 0 -> busy),
+fills it in, and publishes it with code 1; waits that come later see a code that is not 0 and end at once,
+so that a kernel whose call has failed is not held up once per flag. Taking the record clears it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+from mori_shmem.core import CoreError, core_error
+
+if TYPE_CHECKING:
+    import torch
+
+FIELDS = ("code", "rank", "peer", "what", "index", "seen", "wanted", "block")
+BARRIER = 0xB0000  # `what` of the device barrier; ops use small numbers of their own
+_PUBLISHED = 1
+
+
+class FaultRecord:
+    """This rank's record. `memory` (or `address`) goes to kernels."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.address: int = memory.data_ptr()
+        self._words = (ctypes.c_uint32 * len(FIELDS)).from_address(self.address)
+
+    def take(self) -> CoreError | None:
+        """What a kernel wrote down since the last look."""
+        if self._words[0] != _PUBLISHED:
+            return None
+        found = dict(zip(FIELDS, self._words, strict=True))
+        self._words[0] = 0
+        return core_error(
+            "timeout",
+            what="kernel",
+            purpose="the device barrier"
+            if found["what"] == BARRIER
+            else f"flag {found['what']}/{found['index']}",
+            peer=found["peer"],
+            seen=found["seen"],
+            wanted=found["wanted"],
+            block=found["block"],
+        )
