@@ -29,7 +29,7 @@ per_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 
 SMOKE = {  # what must run from the wheel alone, away from the sources
     "mori-bench": ["mori-bench", "--help"],
-    "mori-shmem": ["python", "-m", "mori_shmem.smoke"],
+    "mori-shmem": ["python", "-c", "import mori_shmem as s; s.run_ranks(lambda: s.init().self_test(), 2)"],
     "mori-sim": ["mori-sim", "run", "--devices", "2", "--", "python", "-m", "mori_sim.smoke"],
     "mori-gemm-ar": [
         *["mori-gemm-ar-bench", "--world-size", "2", "--mode", "all"],
