@@ -166,7 +166,7 @@ class Runner:
         with torch.no_grad(), full_fp32():
             for phase in plan.phases:
                 self.on_step(phase)
-                with call.span(phase, "phase"):
+                with call.span(phase, "phase"), self._naming_the_dead(call):
                     steps[phase](call)
         if timed and self._puts:
             self._record_puts(call)
@@ -231,14 +231,27 @@ class Runner:
 
     def _check_peers(self, call: Call) -> None:
         """A long GEMM must not be what keeps this rank from hearing that another died."""
-        dead = [rank for rank, state in enumerate(self._comm.core.peer_states()) if state == "dead"]
+        dead = self._dead()
         if dead:
-            raise PeerDied(
-                f"rank {self._rank} of {self._world_size}, in the gemm of call {call.number}: rank "
-                f"{', '.join(map(str, dead))} died",
-                rank=self._rank,
-                peers=dead,
-            )
+            raise self._died(dead, call)
+
+    @contextmanager
+    def _naming_the_dead(self, call: Call) -> Iterator[None]:
+        """A peer that left because a third rank had died is not the one to name."""
+        try:
+            yield
+        except PeerDied as error:
+            dead = self._dead()
+            if dead and set(dead) != set(error.peers):
+                raise self._died(dead, call) from error
+            raise
+
+    def _dead(self) -> list[int]:
+        return [rank for rank, state in enumerate(self._comm.core.peer_states()) if state == "dead"]
+
+    def _died(self, dead: list[int], call: Call) -> PeerDied:
+        who = f"rank {self._rank} of {self._world_size}, in call {call.number} of its GEMM + all-reduce"
+        return PeerDied(f"{who}: rank {', '.join(map(str, dead))} died", rank=self._rank, peers=dead)
 
     def _scatter(self, call: Call) -> None:
         assert self._puts is not None
