@@ -8,7 +8,7 @@ namespace mori {
 
 namespace {
 
-constexpr int64_t kReorderUs = 2000;  // long enough for the reader of the signal to look at the data
+constexpr int64_t kReorderUs = 20'000;  // long enough on a busy machine for the reader of the signal to look at the data
 
 void pause_us(int64_t us, const std::atomic<bool>& closing) {
   const int64_t end_ns = monotonic_ns() + us * 1000;

@@ -189,7 +189,7 @@ TEST(hooks_drop_delay_and_reorder) {
   CHECK(arrived(3) && !arrived(4) && arrived(5));
   queue.set_faults({0, 0, true});
   CHECK(!arrived(6));
-  CHECK(*ranks.bytes(1, 1, 64) == 6);  // late, but there
+  CHECK(*ranks.bytes(1, 1, 64) == 6);  // late, but there: set once the signaller is back
   queue.set_faults({0, 20'000, false});
   const int64_t begin_ns = monotonic_ns();
   CHECK(arrived(7) && monotonic_ns() - begin_ns >= 20'000'000);

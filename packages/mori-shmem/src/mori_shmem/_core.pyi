@@ -150,7 +150,7 @@ class Queue:
 
     def set_faults(self, *, drop_every: int = 0, delay_us: int = 0, reorder: bool = False) -> None:
         """Test hook. drop_every=n leaves out every n-th copy (1: all); delay_us sleeps before each copy;
-        reorder lets the next signal overtake its copies, which land delay_us (at least 2000) later. All 0:
+        reorder lets the next signal overtake its copies, which land delay_us (at least 20000) later. All 0:
         honest again."""
 
 @final
