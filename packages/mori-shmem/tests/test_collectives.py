@@ -43,6 +43,24 @@ def test_sum_bf16_keeps_what_is_not_finite_in_its_place() -> None:
     assert out[[1, 3, 4, 5]].tolist() == [float("inf"), float("inf"), 0.0, 2.0**-132]
 
 
+def test_copy_past_cache_is_exact_at_any_alignment_and_size() -> None:
+    import torch
+    from mori_shmem.device.host import copy_past_cache
+
+    source = torch.randint(1, 256, (9000,), dtype=torch.uint8)
+    for nbytes in (0, 1, 63, 64, 65, 127, 129, 4099):
+        for to in (0, 1, 8, 63, 64):
+            for frm in (0, 3, 64):
+                out = torch.zeros(9000, dtype=torch.uint8)
+                copy_past_cache(out[to : to + nbytes], source[frm : frm + nbytes])
+                assert torch.equal(out[to : to + nbytes], source[frm : frm + nbytes])
+                assert out.count_nonzero() == nbytes
+    with pytest.raises(ArgumentError, match=r"out has 8 elements, source 7"):
+        copy_past_cache(source[:8].clone(), source[:7])
+    with pytest.raises(ArgumentError, match=r"source is torch.float32"):
+        copy_past_cache(source, torch.zeros(9000))
+
+
 def test_sum_bf16_refuses_what_it_cannot_add() -> None:
     import torch
     from mori_shmem.device.host import sum_bf16
@@ -58,13 +76,15 @@ def test_sum_bf16_refuses_what_it_cannot_add() -> None:
             sum_bf16(out, sources)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_all_reduce_lsa_is_exact_for_any_size_call_after_call(world_size: int) -> None:
-    def rank() -> list[int]:
+@pytest.mark.parametrize(
+    ("world_size", "largest"),
+    [(1, 100_003), (3, 100_003), (8, 100_003), (2, 2_100_003)],  # the last is gathered around the cache
+)
+def test_all_reduce_lsa_is_exact_for_any_size_call_after_call(world_size: int, largest: int) -> None:
+    def rank(largest: int) -> list[int]:
         import torch
         from mori_shmem.collectives import all_reduce_lsa, reduced_bytes
 
-        largest = 100_003
         reduced = (2 * largest + 255) // 256 * 256
         with mori_shmem.init() as comm:
             window = comm.alloc(reduced + reduced_bytes(largest, comm.world_size))
@@ -86,7 +106,7 @@ def test_all_reduce_lsa_is_exact_for_any_size_call_after_call(world_size: int) -
             comm.barrier()
             return digests
 
-    first, *others = mori_shmem.run_ranks(rank, world_size)
+    first, *others = mori_shmem.run_ranks(rank, world_size, largest)
     assert all(other == first for other in others)
 
 

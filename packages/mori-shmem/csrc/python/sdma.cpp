@@ -1,4 +1,4 @@
-// libmori_sdma, where it lies and what it makes of a packet; and the sum of bf16.
+// libmori_sdma, where it lies and what it makes of a packet; and loops over tensors.
 #include <dlfcn.h>
 #include <mori_sdma.h>
 
@@ -6,6 +6,7 @@
 
 #include "host/reduce.h"
 #include "python/bindings.h"
+#include "sdma/copy.h"
 
 namespace mori::python {
 
@@ -42,6 +43,10 @@ void sum(uint64_t out, const std::vector<uint64_t>& sources, uint64_t num_elemen
   sum_bf16(reinterpret_cast<uint16_t*>(out), from, num_elements);
 }
 
+void copy_past_cache(uint64_t out, uint64_t source, uint64_t nbytes) {
+  mori_sdma::copy_past_cache(reinterpret_cast<void*>(out), reinterpret_cast<const void*>(source), nbytes);
+}
+
 }  // namespace
 
 void bind_sdma(py::module_& m) {
@@ -50,6 +55,7 @@ void bind_sdma(py::module_& m) {
   m.def("sdma_library_path", &sdma_library_path);
   m.def("describe_packet", &describe_packet, py::arg("packet"));
   m.def("sum_bf16", &sum, py::arg("out"), py::arg("sources"), py::arg("num_elements"), NoGil());
+  m.def("copy_past_cache", &copy_past_cache, py::arg("out"), py::arg("source"), py::arg("nbytes"), NoGil());
 }
 
 }  // namespace mori::python

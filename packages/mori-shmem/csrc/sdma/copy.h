@@ -1,5 +1,6 @@
 // Moving bytes between ranges that do not overlap.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -17,7 +18,7 @@ constexpr uint64_t kStreamBytes = 32 << 20;
 
 #ifdef MORI_STREAMING_STORES
 inline void stream(char* to, const char* from, uint64_t nbytes) {
-  const uint64_t head = -reinterpret_cast<uintptr_t>(to) & 63;
+  const uint64_t head = std::min<uint64_t>(-reinterpret_cast<uintptr_t>(to) & 63, nbytes);
   std::memcpy(to, from, head);
   uint64_t done = head;
   for (; done + 64 <= nbytes; done += 64) {
@@ -34,6 +35,15 @@ inline void stream(char* to, const char* from, uint64_t nbytes) {
   _mm_sfence();  // streaming stores are not ordered by a later release store alone
 }
 #endif
+
+// For results that nobody reads soon, whatever their size: they leave the cache to others.
+inline void copy_past_cache(void* to, const void* from, uint64_t nbytes) {
+#ifdef MORI_STREAMING_STORES
+  stream(static_cast<char*>(to), static_cast<const char*>(from), nbytes);
+#else
+  std::memcpy(to, from, nbytes);
+#endif
+}
 
 inline void copy(void* to, const void* from, uint64_t nbytes) {
 #ifdef MORI_STREAMING_STORES

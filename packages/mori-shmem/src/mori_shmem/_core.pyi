@@ -65,6 +65,9 @@ def sum_bf16(out: int, sources: Sequence[int], num_elements: int) -> None:
     `out` may be one of the sources. NaN stays NaN (0x7fc0); the rounding is to nearest even.
     """
 
+def copy_past_cache(out: int, source: int, nbytes: int) -> None:
+    """Copy with stores that go around the cache; the ranges do not overlap."""
+
 def describe_packet(packet: bytes) -> dict[str, Any]:
     """The packet that starts at these bytes: packet (its name), reason ("ok", or why it is malformed),
     num_dwords and the fields func, dst, src, nbytes, value, compare."""

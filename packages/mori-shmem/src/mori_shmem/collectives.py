@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mori_shmem.device.host import sum_bf16
+from mori_shmem.device.host import copy_past_cache, sum_bf16
 from mori_shmem.errors import ArgumentError, LayoutError
 from mori_shmem.steps import check_count
 from mori_shmem.window import Window
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _ITEM_BYTES = 2
+_PAST_CACHE_BYTES = 4 << 20  # 2-core EPYC, 4 ranks, 16 MiB, Nov 2026: the gather takes 1.5 ms instead of 1.9
 
 
 def slice_bounds(num_elements: int, world_size: int) -> list[int]:
@@ -91,10 +92,15 @@ def _gather(window: Window, bounds: list[int], reduced: int, out: torch.Tensor) 
 
     rank, world_size = window.handle.rank, window.handle.world_size
     flat = out.view(-1)
+    past_cache = out.device.type == "cpu" and out.numel() * _ITEM_BYTES >= _PAST_CACHE_BYTES
     for step in range(1, world_size + 1):
         peer = (rank + step) % world_size
         begin, end = bounds[peer], bounds[peer + 1]
-        flat[begin:end].copy_(window.peer(peer).tensor(end - begin, torch.bfloat16, reduced))
+        theirs = window.peer(peer).tensor(end - begin, torch.bfloat16, reduced)
+        if past_cache:
+            copy_past_cache(flat[begin:end], theirs)
+        else:
+            flat[begin:end].copy_(theirs)
 
 
 def _check(window: Window, out: torch.Tensor, partials: int, reduced: int) -> None:
@@ -103,7 +109,7 @@ def _check(window: Window, out: torch.Tensor, partials: int, reduced: int) -> No
     if out.dtype != torch.bfloat16 or not out.is_contiguous() or out.device != window.comm.device:
         raise ArgumentError(
             f"out is {out.dtype} on {out.device}: a contiguous bfloat16 tensor on {window.comm.device} is "
-            f"needed"
+            "needed"
         )
     check_count("partials_offset_bytes", partials)
     check_count("reduced_offset_bytes", reduced)

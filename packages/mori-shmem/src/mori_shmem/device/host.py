@@ -25,6 +25,21 @@ def sum_bf16(out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
     native.sum_bf16(out.data_ptr(), [source.data_ptr() for source in sources], out.numel())
 
 
+def copy_past_cache(out: torch.Tensor, source: torch.Tensor) -> None:
+    """out = source, both contiguous CPU tensors of one dtype and size, with stores that go around the cache.
+
+    For results larger than a core's share of the cache, which their reader finds in memory either way.
+    """
+    for name, tensor in (("out", out), ("source", source)):
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype != out.dtype:
+            raise ArgumentError(
+                f"{name} is {tensor.dtype} on {tensor.device}: contiguous CPU tensors are needed"
+            )
+    if out.numel() != source.numel():
+        raise ArgumentError(f"out has {out.numel()} elements, source {source.numel()}")
+    native.copy_past_cache(out.data_ptr(), source.data_ptr(), out.numel() * out.element_size())
+
+
 def _check(name: str, tensor: torch.Tensor, numel: int) -> None:
     import torch
 
