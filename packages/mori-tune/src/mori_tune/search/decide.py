@@ -296,7 +296,7 @@ class Search:
         for row in rows[1:]:
             behind = row.average_us / fastest.average_us - 1
             error = noise * math.sqrt(1 / row.num_kept + 1 / fastest.num_kept)
-            if behind <= min(TIE, error):
+            if behind <= min(TIE, 2 * error) and behind + error <= 2 * TIE:
                 ties.append(row)
             elif behind <= 2 * error:
                 unresolved.append(row.index)
