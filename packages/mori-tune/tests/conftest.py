@@ -1,4 +1,4 @@
-"""What the tests share: the toy op's environment, the command line, and a crew with a clock that can be faked."""
+"""What the tests share: the toy op's environment, the command line, a crew and a clock that are faked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from mori_tune.device import host_device
 from mori_tune.journal import Journal
 from mori_tune.search import Failure, Search, Times
@@ -93,9 +92,10 @@ class FakeCrew:
         self.visits.append(str(Candidate.of(next(iter(question["candidates"].values())))))
         answers = []
         for rank in range(self.world_size):
-            rounds = []
-            for _ in range(question["rounds"]):
-                rounds.append({p: self.time_of(Candidate.of(c), rank) for p, c in question["candidates"].items()})
+            chosen = {p: Candidate.of(c) for p, c in question["candidates"].items()}
+            rounds = [
+                {p: self.time_of(c, rank) for p, c in chosen.items()} for _ in range(question["rounds"])
+            ]
             answers.append({"rounds": rounds, "moved_bytes": {}})
         return answers
 
@@ -139,7 +139,9 @@ def tune_fake(tmp_path: Path) -> Callable[..., Tuned]:
         slots = Slots(crew, Problem({"m": 1}), host_device(), phases, How(**how), Notes())  # type: ignore[arg-type]
         journal = Journal(tmp_path, {"op": "fake", "names": list(names)})
         start = None if default is None else Candidate.of({"name": default})
-        return tune(slots.problem, space, start, slots, journal, now=crew.clock)
+        tuned = tune(slots.problem, space, start, slots, journal, now=crew.clock)
+        journal.done()
+        return tuned
 
     return call
 

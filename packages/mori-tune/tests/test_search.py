@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-
 from mori_tune import NoWinner, TuneError
 from mori_tune.search import Failure, Search, Times
 from mori_tune.search.samples import gather_times
@@ -15,7 +14,9 @@ TimesOf = Callable[..., Times]
 SearchWith = Callable[..., Search]
 
 
-def test_TU_1_a_small_gain_wins_where_bandwidths_are_small(times_of: TimesOf, search_with: SearchWith) -> None:
+def test_TU_1_a_small_gain_wins_where_bandwidths_are_small(
+    times_of: TimesOf, search_with: SearchWith
+) -> None:
     """3.9, 4.6 and 4.2 GB/s: an absolute margin of 1 GB/s would keep the first."""
     latencies = [1000 / gbps for gbps in (3.9, 4.6, 4.2)]
     search = search_with([times_of(us) for us in latencies], default=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from mori_tune import GemmArShape, Hardware, SpaceError, ep_space, gemm_ar_space, hardware_of, split_workers
 from mori_tune.device import Device, host_device, model_name
 from mori_tune.spaces.gemm_ar import MODES, tile_of

@@ -8,9 +8,11 @@ The worst rank stands beside it to show stragglers; it is neither saved nor used
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from mori_tune.rules.format import Query
@@ -229,6 +231,7 @@ def result_json(tuned: Tuned, phase: str, op: str, backend: str, wall_us: float)
         "rel_l2": None,
         "validated": True,
         "reps": tuned.how.rounds,
+        "commit": commit_of(Path(__file__)),
         "versions": dict(tuned.versions),
         "average_us": winner.average_us,
         "scope": tuned.how.scope,
@@ -238,6 +241,19 @@ def result_json(tuned: Tuned, phase: str, op: str, backend: str, wall_us: float)
         "winner": tuned.winner(phase).as_dict(),
     }
     return f"RESULT_JSON {json.dumps(fields)}"
+
+
+def commit_of(file: Path) -> str | None:
+    """Of the checkout that this file is part of; None if it is installed, or there is no git."""
+    git = ["git", "-C", str(file.parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", file.name], check=True, capture_output=True)
+        done = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def kept_times(tuned: Tuned, phase: str) -> Iterable[Times]:

@@ -224,7 +224,7 @@ class Tuning:
                 self.canary = request.index
                 if not self.slots.crew.proven:
                     self.settle()
-            elif self.slots.crew.number != crew_before and self.slots.used:
+            elif self.canary is not None and self.slots.crew.number != crew_before:
                 self.check_crew()
 
     # -- one visit ---------------------------------------------------------------------------------------

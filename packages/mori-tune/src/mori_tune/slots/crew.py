@@ -16,7 +16,7 @@ from mori_tune.errors import LaunchError
 from mori_tune.search.samples import Failure
 from mori_tune.slots.stations import Events, Station
 
-GRACE_S = 2.0  # after the first failure, for the others to say what they saw
+GRACE_S = 1.0  # after the first failure, for the others to say what they saw
 START_LIMIT_S = 180.0  # imports, contexts, rendezvous
 
 

@@ -250,6 +250,7 @@ class AgentStation:
         self.process = process
         self.hang_up = hang_up or writes.close
         self.closing = False
+        self.gone = False
         self.stopped = threading.Event()
         self.tell({"do": "plan", "plan": plan.as_dict()})
         self.reader = threading.Thread(target=self.read, daemon=True)
@@ -273,6 +274,7 @@ class AgentStation:
             code = "" if self.process is None else f", exit status {self.process.wait()}"
             said = "; it said: " + " | ".join(noise) if noise else ""
             self.events.put(Event(-1, None, {"lost": f"{self.name}{code}{said}"}, self.index))
+        self.gone = True
         self.stopped.set()
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -292,7 +294,8 @@ class AgentStation:
     def stop(self) -> None:
         self.stopped.clear()
         self.tell({"do": "stop"})
-        self.stopped.wait(2 * PATIENCE_S)
+        if not self.gone:
+            self.stopped.wait(2 * PATIENCE_S)
 
     def close(self) -> None:
         """The agent ends its ranks when its input ends: nothing is ever killed by name on another machine."""
