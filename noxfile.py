@@ -34,7 +34,7 @@ SMOKE = {  # what must run from the wheel alone, away from the sources
         *["mori-gemm-ar-bench", "--world-size", "2", "--mode", "all"],
         *["-m", "65", "-n", "256", "-k", "256", "--reps", "2"],
     ],
-    "mori-tune": ["mori-tune", "show", "--settings"],
+    "mori-tune": ["mori-tune", "run", "--op", "mori_tune.example:COPY", "--reps", "3"],
 }
 
 

@@ -118,6 +118,18 @@ def test_a_slow_visit_is_repeated_and_set_aside(times_of: TimesOf, search_with: 
     assert verdict.winner.num_slow == 1
 
 
+def test_one_disturbed_round_does_not_cost_a_candidate_its_win(
+    times_of: TimesOf, search_with: SearchWith
+) -> None:
+    """Eight rounds of 100 us and one of 5000: the visit's mean is 6 times the true one, and is repeated."""
+    visits = iter([Times({"run": [[100.0]] * 8 + [[5000.0]]}, {})])
+    best = lambda: next(visits, times_of(100.0))  # noqa: E731
+    search = search_with([*(times_of(us) for us in (110.0, 120.0, 130.0, 150.0)), best])
+    verdict = search.verdict("run")
+    assert verdict.winner.index == 4
+    assert verdict.winner.average_us == pytest.approx(100.0)
+
+
 def test_greedy_chains_in_noise_are_not_followed(search_with: SearchWith) -> None:
     """Eleven equal candidates and a better one: the luckiest single measurement is often another's."""
     right, greedy = 0, 0

@@ -1,9 +1,9 @@
 """The search: which candidate to visit next, and who has won.
 
   1. Sweep: every candidate once, in order. A candidate that fails is out, with its cause.
-  2. Second looks: any visit may have been in slow mode, so whatever could be the best after a division by
-     1.5 is visited again. (Duels alone starve these: in simulation nearly all wrong winners were right
-     candidates whose only visit had been slow.)
+  2. Second looks: any visit may have been in slow mode, or had one disturbed round. So whatever could be the
+     best after a division by 1.5, or by its median round, is visited again. (Duels alone starve these: in
+     simulation nearly all wrong winners hid a right candidate whose only visit had been slow.)
   3. Duels: the challenger expected to gain most over the leader is re-measured, in turns with the leader,
      until nobody is expected to gain anything, or the budget is spent: three visits for each candidate.
 
@@ -50,6 +50,7 @@ class Visit:
     times: Times
     group: int  # which set of processes measured it
     logs: dict[str, float]  # of the average, by phase
+    typical_logs: dict[str, float]  # of the median round
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,9 @@ class Search:
             bound = lowest[len(lowest) // 50] + POSSIBLY_SLOW  # the very lowest may be luck
             leader = self._know(self._leader(phase), phase).level
             for i in alive:
-                logs = self.entries[i].logs(phase)
-                if len(logs) == 1 and logs[0] <= bound:
+                visits = self.entries[i].visits
+                lowest_log = min(visits[0].logs[phase], visits[0].typical_logs[phase])
+                if len(visits) == 1 and lowest_log <= bound:
                     gain = expected_gain(self._know(i, phase).cases, leader, TIE)
                     promise[i] = max(gain, promise.get(i, 0.0))
         return [Request(i, "second look") for i in sorted(promise, key=lambda i: (-promise[i], i))]
@@ -211,7 +213,8 @@ class Search:
             entry.failure = result
         else:
             logs = {phase: math.log(result.average(phase)) for phase in self.phases}
-            entry.visits.append(Visit(result, group, logs))
+            typical = {phase: math.log(result.typical(phase)) for phase in self.phases}
+            entry.visits.append(Visit(result, group, logs, typical))
 
     def set_aside(self, group: int) -> int:
         """Forget what a set of processes measured that turned out to be slow; returns the visits lost."""

@@ -29,6 +29,10 @@ class Times:
     def worst_rank(self, phase: str) -> float:
         return max(fmean(of_rank) for of_rank in zip(*self.by_phase[phase], strict=True))
 
+    def typical(self, phase: str) -> float:
+        """The median round: what the average would be without a round that something disturbed."""
+        return median(fmean(ranks) for ranks in self.by_phase[phase])
+
     def round_spread(self, phase: str) -> float:
         """(max - min) / median over the rounds of this visit, 0.1 = 10 %."""
         rounds = [fmean(ranks) for ranks in self.by_phase[phase]]
