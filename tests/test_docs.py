@@ -38,7 +38,7 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     found = []
     text = page.read_text()
-    for match in re.finditer(r"^```(\w+)[ \t]*(.*)\n(.*?)^```", text, re.M | re.S):
+    for match in re.finditer(r"^```(\w+)[ \t]*([^\n]*)\n(.*?)^```", text, re.M | re.S):
         line = text.count("\n", 0, match.start()) + 1
         found.append(Block(page, line, match[1], match[2].strip(), match[3]))
     return found

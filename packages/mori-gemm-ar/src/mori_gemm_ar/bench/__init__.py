@@ -1,0 +1,1 @@
+"""`mori-gemm-ar-bench`: see __main__.py."""

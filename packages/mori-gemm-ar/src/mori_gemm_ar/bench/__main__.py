@@ -1,0 +1,90 @@
+"""`mori-gemm-ar-bench`: every mode of the fused GEMM + all-reduce, checked against float64 and timed in
+turns.
+
+    mori-gemm-ar-bench                                  8 ranks of this machine, all modes, under a minute
+    mori-gemm-ar-bench --mode fused-sdma -m 4096 -n 7168 -k 2048 --gather-dtype fp8
+    mori-gemm-ar-bench --compare unfused                beside a separate GEMM and gloo's all-reduce
+    mori-gemm-ar-bench accuracy                         what fp8 costs, by scale granularity and by wire
+    torchrun --nproc_per_node=8 -m mori_gemm_ar.bench   with ranks that somebody else starts
+
+The last line is `validated`, and the exit status 0, only if every case was compared with the reference in
+this run and passed; 1 if one did not pass, 2 if nothing could be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import mori_bench
+from mori_bench import add_common_options
+from mori_shmem.errors import MoriError
+
+from mori_gemm_ar.bench.cases import Case, add_options, cases_from
+from mori_gemm_ar.support import check_sizes
+
+DEFAULT_WORLD_SIZE = 8
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options of the command."""
+    made = argparse.ArgumentParser(
+        "mori-gemm-ar-bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("command", nargs="?", choices=("run", "accuracy"), default="run", help="default: run")
+    add_common_options(made, reps=5, warmup=1)
+    add_options(made)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    made = parser()
+    args = made.parse_args(argv)
+    if args.command == "accuracy":
+        from mori_gemm_ar.bench.accuracy import print_accuracy
+
+        print_accuracy(args)
+        return 0
+    try:
+        world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
+        check_sizes("host" if args.backend == "auto" else args.backend, args.n, args.k, max(1, args.m))
+        cases = cases_from(args)
+    except (MoriError, ValueError) as refusal:
+        made.error(str(refusal))
+    try:
+        return _run(args, cases, world_size)
+    except MoriError as failure:
+        print(f"mori-gemm-ar-bench: {type(failure).__name__}: {failure}", file=sys.stderr)
+        for note in getattr(failure, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace, cases: list[Case], world_size: int) -> int:
+    """In this process if it is a rank already, else in ranks of its own."""
+    if mori_bench.launched() is not None:
+        return rank_main(args, cases)
+    from mori_shmem import run_ranks
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, whatever the host is called
+    return max(run_ranks(rank_main, world_size, args, cases))
+
+
+def rank_main(args: argparse.Namespace, cases: list[Case]) -> int:
+    """One rank's exit status; rank 0 prints."""
+    from mori_gemm_ar.bench.report import report, validated
+    from mori_gemm_ar.bench.run import run
+
+    found, rank = run(args, cases)
+    if rank != 0:
+        return 0 if validated(found) else 1
+    right = report(found, args)
+    print("validated" if right else "NOT VALIDATED: see the rows above", flush=True)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

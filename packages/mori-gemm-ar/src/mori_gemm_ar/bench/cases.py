@@ -1,0 +1,129 @@
+"""What one run measures: a list of cases, from the command line and nothing else.
+
+With one mode, the options are the op's own, and one that the mode would ignore is refused. With `--mode all`
+an option goes to the modes in which it means something; if there is none, it is refused as well. Without
+--gather-dtype, `all` adds the two fp8 wires to the five modes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+
+from mori_shmem.errors import ArgumentError
+
+from mori_gemm_ar.options import (
+    GATHER_DTYPES,
+    GATHER_TRANSPORTS,
+    MODES,
+    PUBLISH,
+    QUANTS,
+    Options,
+    resolve,
+)
+from mori_gemm_ar.settings import PULL_BLOCKS, TABLE
+
+WIRE_OPTIONS = (
+    "gather_dtype",
+    "gather_transport",
+    "chunks",
+    "sdma_queues",
+    "fuse_quantize",
+    "fuse_reduce_push",
+    "gather_bands",
+    "publish",
+    "pull_blocks",
+)
+FP8_MODE = "fused-sdma"  # the one whose fp8 wires `all` shows without being asked
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op to be measured. `given` are the options that were asked for, `options` what they lead to."""
+
+    given: dict[str, object]
+    options: Options
+
+    @property
+    def label(self) -> str:
+        """Short, and different for every case of a run."""
+        return self.options.mode if not self.options.communicates else f"{self.options.mode} {self.wire}"
+
+    @property
+    def wire(self) -> str:
+        """How finished rows travel, in two words."""
+        if not self.options.communicates:
+            return "-"
+        return f"{self.options.gather_dtype} {self.options.gather_transport}"
+
+    def settings(self) -> dict[str, object]:
+        """Every effective option; None where one does not apply."""
+        return asdict(self.options)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this bench, next to those common to all."""
+    group = parser.add_argument_group("what is measured")
+    group.add_argument("--mode", choices=(*MODES, "all"), default="all", help="default: %(default)s")
+    group.add_argument("--quant", choices=QUANTS, default="blockscale", help="default: %(default)s")
+    for letter, default, what in (("m", 1024, "rows"), ("n", 2048, "columns"), ("k", 1024, "k of each rank")):
+        group.add_argument(
+            f"-{letter}",
+            type=int,
+            default=default,
+            metavar=letter.upper(),
+            help=f"{what} (default: {default})",
+        )
+    group.add_argument("--gather-dtype", choices=GATHER_DTYPES, help="the wire of finished rows")
+    group.add_argument("--gather-transport", choices=GATHER_TRANSPORTS, help="who moves finished rows")
+    group.add_argument("--chunks", type=int, metavar="N", help="fused-sdma: at most so many puts per peer")
+    group.add_argument("--sdma-queues", type=int, metavar="N", help="copy queues per peer")
+    flag = argparse.BooleanOptionalAction
+    group.add_argument("--fuse-quantize", action=flag, help="quantise inside the reduce")
+    group.add_argument("--fuse-reduce-push", action=flag, help="push finished rows from inside the reduce")
+    group.add_argument("--gather-bands", type=int, metavar="N", help="in so many parts")
+    group.add_argument("--publish", choices=PUBLISH, help="how a part is handed to the copy engines")
+    group.add_argument("--pull-blocks", type=int, metavar="N", help="pieces that a pull is cut into")
+    group.add_argument(
+        "--compare",
+        choices=("unfused",),
+        help="the same GEMM and then gloo's all-reduce, in turns with the rest",
+    )
+
+
+def cases_from(args: argparse.Namespace) -> list[Case]:
+    """The cases of this run; ArgumentError for options that cannot be honoured."""
+    given = {name: value for name in WIRE_OPTIONS if (value := getattr(args, name)) is not None}
+    if args.mode != "all":
+        return [_case(args.mode, args.quant, given)]
+    cases = [_case(mode, args.quant, _fitting(mode, args.quant, given)) for mode in MODES]
+    unused = [name for name in given if not any(name in case.given for case in cases)]
+    if unused:
+        raise ArgumentError(f"{', '.join(unused)}: no mode can honour this together with the rest")
+    if args.gather_dtype is None and not given.keys() & {"fuse_reduce_push", "gather_bands", "publish"}:
+        for transport in GATHER_TRANSPORTS if args.gather_transport is None else (args.gather_transport,):
+            fp8 = {**given, "gather_dtype": "fp8", "gather_transport": transport}
+            cases.append(_case(FP8_MODE, args.quant, _fitting(FP8_MODE, args.quant, fp8)))
+    return cases
+
+
+def _case(mode: str, quant: str, given: dict[str, object]) -> Case:
+    blocks = TABLE.read()[PULL_BLOCKS]
+    options = resolve(mode=mode, quant=quant, default_pull_blocks=blocks, **given)  # type: ignore[arg-type]
+    return Case({"mode": mode, "quant": quant, **given}, options)
+
+
+def _fitting(mode: str, quant: str, given: dict[str, object]) -> dict[str, object]:
+    """Those of the options that this mode can honour, less what is idle without the others."""
+    fitting = dict(given)
+    while True:
+        try:
+            _case(mode, quant, fitting)
+        except ArgumentError as refusal:
+            refused = [name for name in fitting if f"{name}=" in str(refusal)]
+            if not refused:
+                raise
+            for name in refused:
+                del fitting[name]
+        else:
+            return fitting

@@ -1,0 +1,330 @@
+"""`GemmAllReduce`: out = sum over ranks of A_r @ B_r^T, bf16 on every rank, as one call.
+
+    with GemmAllReduce(comm, n=7168, k=2048, m_max=16384, quant="blockscale", mode="fused-sdma") as op:
+        out = op(a, b, a_scale, b_scale)   # [m, n]; a view of the op's window, good until its next call
+
+When it is made, all ranks compare what they were given, allocate the window, and (unless told not to) prove
+that the transport moves bytes. A call checks its arguments before it waits for anyone, finds the plan for its
+M, and hands it to the target of the communicator's backend. Every M up to m_max works, in any order.
+
+A call that fails while ranks are under way (a peer died, or did not come) leaves the op unusable: what its
+flags and buffers hold is not known any more. An argument that is refused leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import mori_shmem
+import torch
+from mori_shmem.errors import (
+    ArgumentError,
+    ClosedError,
+    LayoutError,
+    MoriError,
+    PeerTimeout,
+    TransportInert,
+    UnsupportedShape,
+)
+
+from mori_gemm_ar.layout import Layout, layout_for
+from mori_gemm_ar.options import Options, resolve
+from mori_gemm_ar.plan import Plan
+from mori_gemm_ar.problem import Problem
+from mori_gemm_ar.quant.operands import a_scale_grid, b_scale_grid, check_codes
+from mori_gemm_ar.quant.padding import pad_rows
+from mori_gemm_ar.reference import fp8_wire
+from mori_gemm_ar.settings import PULL_BLOCKS, SELF_TEST, TABLE
+from mori_gemm_ar.support import Support, check_sizes, supports
+from mori_gemm_ar.targets import target_for
+
+if TYPE_CHECKING:
+    from mori_bench import Trace
+
+PROFITABLE_M = 4096  # 8x MI355X: below it a separate GEMM and all-reduce is as fast
+PLANS_KEPT = 256
+
+
+class GemmAllReduce:
+    """One row-parallel layer's GEMM and all-reduce. See the module; the options are told in options.py."""
+
+    def __init__(
+        self,
+        comm: mori_shmem.Communicator,
+        *,
+        n: int,
+        k: int,
+        m_max: int,
+        quant: str = "blockscale",
+        mode: str = "fused-sdma",
+        gather_dtype: str | None = None,
+        gather_transport: str | None = None,
+        chunks: int | None = None,
+        sdma_queues: int | None = None,
+        fuse_quantize: bool | None = None,
+        fuse_reduce_push: bool | None = None,
+        gather_bands: int | None = None,
+        publish: str | None = None,
+        pull_blocks: int | None = None,
+        self_test: bool | None = None,
+    ) -> None:
+        """Collective. `self_test=False` (MORI_GEMM_AR_SELF_TEST=0) leaves out the proof of the transport."""
+        self.settings = TABLE.read({PULL_BLOCKS: pull_blocks, SELF_TEST: self_test})
+        target = target_for(comm.backend)
+        self.options: Options = resolve(
+            mode=mode,
+            quant=quant,
+            gather_dtype=gather_dtype,
+            gather_transport=gather_transport,
+            chunks=chunks,
+            sdma_queues=sdma_queues,
+            fuse_quantize=fuse_quantize,
+            fuse_reduce_push=fuse_reduce_push,
+            gather_bands=gather_bands,
+            publish=publish,
+            pull_blocks=pull_blocks,
+            default_pull_blocks=self.settings[PULL_BLOCKS],
+        )
+        check_sizes(comm.backend, n, k, m_max)
+        self.comm, self.n, self.k, self.m_max = comm, n, k, m_max
+        self.trace: Trace | None = None  # set one, and every call adds its phases, bands and puts
+        self.last_phases_us: dict[str, float] = {}  # of the last call on this rank, by phase
+        self._target = target
+        self._calls = 0
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._plan = functools.lru_cache(PLANS_KEPT)(self._plan_for)
+        self._compare_ranks()
+        self._layout: Layout = layout_for(m_max, n, comm.world_size, self.options)
+        self._window = comm.alloc(self._layout.nbytes)
+        try:
+            self._runner = target.Runner(comm, self._window, self._layout, self.options, m_max)
+            self._gemm = target.Gemm(n, k, quant, target.MAX_BAND_ROWS)
+            if self.settings[SELF_TEST]:
+                self.self_test()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- what can be asked without an op ----
+
+    @staticmethod
+    def supports(
+        *, n: int, k: int, m_max: int, world_size: int, backend: str = "host", **options: Any
+    ) -> Support:
+        """Whether such an op can be made; false with the reason. `options` as for the constructor."""
+        return supports(n=n, k=k, m_max=m_max, world_size=world_size, backend=backend, **options)
+
+    @staticmethod
+    def profitable(m: int) -> bool:
+        """Whether fusing is known to pay at this M (measured on 8x MI355X): a hint, not a limit."""
+        return m >= PROFITABLE_M
+
+    @staticmethod
+    def window_bytes_for(*, n: int, m_max: int, world_size: int, k: int | None = None, **options: Any) -> int:
+        """The bytes of symmetric memory that such an op allocates on every rank, whatever k is."""
+        return layout_for(m_max, n, world_size, resolve(**options)).nbytes
+
+    # ---- rows ----
+
+    def padded_m(self, m: int) -> int:
+        """The rows that a call of m rows works on. Padding is the op's own business: pass m rows."""
+        multiple: int = self._target.ROW_MULTIPLE
+        return -(-m // multiple) * multiple
+
+    def pad_rows(self, a: torch.Tensor, a_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a, a_scale) with zero rows up to padded_m; the very tensors given if that is m already."""
+        return pad_rows(a, a_scale, self.options.quant, self._target.ROW_MULTIPLE)
+
+    # ---- the call ----
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scale: torch.Tensor,
+        b_scale: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The reduced [m, n] matrix in bf16; with mode="gemm-only" this rank's own partial sums. Collective.
+
+        a, b              # [m, k], [n, k] e4m3fn; unit stride along k, any row stride
+        a_scale, b_scale  # see quant/operands.py
+        out               # [m, n] bf16, unit stride along n; without it the result is a view of the op's
+        window, which
+                          # the caller may also write to, and which is overwritten by this op's next call
+        """
+        self._check_usable()
+        m = self._check_operands(a, b, out)
+        a_grid = a_scale_grid(a_scale, self.options.quant, m, self.k, self.comm.device)
+        b_grid = b_scale_grid(b_scale, self.options.quant, self.n, self.k, self.comm.device)
+        result = self._run(m, self._gemm.partials(a, b, a_grid, b_grid))
+        return result if out is None else out.copy_(result)
+
+    def _run(self, m: int, partials: Any) -> torch.Tensor:
+        """One call on the target; whatever goes wrong in it ends the op."""
+        if not self._lock.acquire(blocking=False):
+            raise MoriError(
+                "this op is in a call already, on another thread: calls of one op are made one after the "
+                "other, in the same order on every rank; use one op per thread"
+            )
+        try:
+            self._check_usable()
+            self._calls += 1
+            plan = self._plan(m)
+            result, spans = self._runner.run(plan, self._calls, partials, timed=self.trace is not None)
+        except BaseException as error:
+            self._broken = error
+            raise
+        finally:
+            self._lock.release()
+        self.last_phases_us = {s.name: (s.end_ns - s.start_ns) / 1e3 for s in spans if s.lane == "phase"}
+        if self.trace is not None:
+            for span in spans:
+                self.trace.add(span.name, span.lane, span.start_ns, span.end_ns)
+        output: torch.Tensor = result
+        return output
+
+    def plan(self, m: int) -> Plan:
+        """How a call of m rows is carried out."""
+        return self._plan(m)
+
+    def _plan_for(self, m: int) -> Plan:
+        problem = Problem(m, self.n, self.k, self.comm.world_size)
+        return Plan(problem, self.options, self._target.MAX_BAND_ROWS)
+
+    # ---- proof ----
+
+    def self_test(self) -> None:
+        """Collective: add up rank + 1 over this op's own path; TransportInert on every rank unless all is
+        there.
+
+        An engine that does nothing is fast and raises nothing: the result would be mostly the local part. One
+        row of every rank's slice is enough to see it. Takes part in the count of calls, so all ranks must
+        make it.
+        """
+        finding = self._try_transport()
+        findings = [f"rank {rank}: {text}" for rank, text in enumerate(self.comm.all_gather(finding)) if text]
+        if findings:
+            error = TransportInert(
+                f"self_test of mode={self.options.mode!r} on the {self.comm.backend} backend failed: "
+                + "; ".join(findings)
+            )
+            self._broken = error
+            raise error
+
+    def _try_transport(self) -> str:
+        """What is wrong with a sum of rank + 1 over all ranks, or nothing."""
+        world_size = self.comm.world_size
+        m = min(self.m_max, world_size)
+        self._runner.poison(m)
+        self.comm.barrier()  # nobody writes into a window that is still being filled
+        try:
+            got = self._run(m, _Constant(float(self.comm.rank + 1)))
+        except PeerTimeout as late:
+            return str(late)
+        terms = range(1, world_size + 1) if self.options.communicates else (self.comm.rank + 1,)
+        want = torch.full_like(got, float(sum(terms)))
+        if self.options.gather_dtype == "fp8":
+            want = fp8_wire(want)
+        wrong = got != want
+        if not bool(wrong.any()):
+            return ""
+        row = int(wrong.any(dim=1).nonzero()[0])
+        column = int(wrong[row].nonzero()[0])
+        return (
+            f"{int(wrong.sum())} of {got.numel()} elements are not {want[row, column].item():g}, the first "
+            f"at row {row} (summed by rank {row}), column {column}: {got[row, column].item():g}"
+        )
+
+    # ---- checks ----
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("this GemmAllReduce is closed")
+        if self._broken is not None:
+            raise MoriError(
+                f"this GemmAllReduce cannot be used any more since call {self._calls} failed with "
+                f"{type(self._broken).__name__}: {self._broken}. Close it; make a new communicator and a new "
+                "op"
+            )
+
+    def _check_operands(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> int:
+        """M, once everything about the matrices is in order."""
+        device = self.comm.device
+        check_codes("a", a, self.k, device)
+        check_codes("b", b, self.k, device, self.n)
+        m = a.shape[0]
+        if m > self.m_max:
+            raise UnsupportedShape(
+                f"a has M={m} rows, this op was made for m_max={self.m_max}: make one with a larger m_max, "
+                "or pass fewer rows at a time"
+            )
+        if out is None:
+            return m
+        if out.dtype != torch.bfloat16 or tuple(out.shape) != (m, self.n) or out.device.type != device.type:
+            raise UnsupportedShape(
+                f"out is {out.dtype} {tuple(out.shape)} on {out.device}, "
+                f"wanted torch.bfloat16 {(m, self.n)} on {device}"
+            )
+        if out.numel() and (out.stride(1) != 1 or (m > 1 and out.stride(0) < self.n)):
+            raise LayoutError(
+                f"out has strides {out.stride()}: the stride along N must be 1, that of rows at least "
+                f"{self.n}"
+            )
+        return m
+
+    def _compare_ranks(self) -> None:
+        """Collective: raise on every rank if any of them was given something else."""
+        mine = {"n": self.n, "k": self.k, "m_max": self.m_max, **dataclasses.asdict(self.options)}
+        mine["self_test"] = self.settings[SELF_TEST]
+        given = self.comm.all_gather(mine)
+        differing = [
+            f"{name} is " + ", ".join(f"{values[name]!r} on rank {rank}" for rank, values in enumerate(given))
+            for name in mine
+            if any(values.get(name) != mine[name] for values in given)
+        ]
+        if differing:
+            raise ArgumentError(
+                "the ranks were given different arguments for GemmAllReduce, all must be the same: "
+                + "; ".join(differing)
+            )
+
+    # ---- life ----
+
+    @property
+    def window_bytes(self) -> int:
+        """The bytes of symmetric memory that this op holds on this rank."""
+        return self._window.nbytes
+
+    def close(self) -> None:
+        """Give the window back. Local; twice is fine. Views of it stay readable."""
+        self._closed = True
+        self._window.close()
+
+    def __enter__(self) -> GemmAllReduce:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Constant:
+    """Partial sums for a self-test: the same number everywhere."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def begin(self) -> None:
+        """Nothing is prepared."""
+
+    def store(self, rows: object, into: torch.Tensor) -> None:
+        """into = the number."""
+        into.fill_(self._value)

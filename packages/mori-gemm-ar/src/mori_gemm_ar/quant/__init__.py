@@ -1,0 +1,1 @@
+"""8-bit formats, quantisers, and the checks of operands."""

@@ -1,0 +1,22 @@
+"""The environment variables of mori-gemm-ar, read when an op is made; mori_shmem.settings has the rules."""
+
+from __future__ import annotations
+
+from mori_shmem.settings import Setting, SettingsTable
+
+from mori_gemm_ar.options import MAX_PULL_BLOCKS
+
+TABLE = SettingsTable("mori-gemm-ar")
+
+PULL_BLOCKS = TABLE.add(
+    Setting(
+        "MORI_GEMM_AR_PULL_BLOCKS",
+        64,
+        low=1,
+        high=MAX_PULL_BLOCKS,
+        doc="number of pieces in which finished rows are pulled from the peers (gather_transport='lsa')",
+    )
+)
+SELF_TEST = TABLE.add(
+    Setting("MORI_GEMM_AR_SELF_TEST", True, doc="whether an op proves its transport when it is made")
+)

@@ -1,0 +1,25 @@
+"""One package per target. Each offers the same things, to be read side by side; see `target_for`."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from mori_shmem.errors import TransportInert
+
+TARGETS = {"host": "mori_gemm_ar.targets.host"}
+
+
+def target_for(backend: str) -> ModuleType:
+    """The module that runs plans on a communicator's backend. It has
+    Runner            one op's buffers and flags on this rank: `run(plan, call, partials)`
+    Gemm              the matrix product band by band: `partials(a, b, a_grid, b_grid)`
+    MAX_BAND_ROWS     rows of a band, ROW_MULTIPLE what padded_m rounds up to
+    DEFAULT_PULL_BLOCKS
+    why_not(...)      the reason against a problem on this target, or None
+    """
+    if backend not in TARGETS:
+        raise TransportInert(
+            f"backend {backend!r} is not part of this version of mori-gemm-ar; it has: {', '.join(TARGETS)}"
+        )
+    return importlib.import_module(TARGETS[backend])

@@ -1,0 +1,1 @@
+"""`mori-shmem-bench`: how fast windows, copy queues, signals and barriers are, beside memcpy and gloo."""

@@ -1,0 +1,101 @@
+"""`mori-shmem-bench`: what each part of the host transport costs, beside what one would use instead.
+
+Without arguments it runs the parts that its targets are about: copies and latencies between 2 ranks,
+barriers at 2, 4 and 8, the all-reduce at 4; then it says which targets this run met. `--world-size N` runs
+every part at N ranks. Every row is checked in this run; the exit code is 1 if any of them is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import mori_bench
+from mori_bench import Result
+
+from mori_shmem.bench.put import SIZES
+from mori_shmem.bench.stage import Options, Stage
+from mori_shmem.bench.targets import targets
+from mori_shmem.launch import run_ranks, started_by_launcher
+
+PARTS = ("put", "latency", "barrier", "all_reduce")
+DEFAULT_RUNS = ((2, ("put", "latency", "barrier")), (4, ("barrier", "all_reduce")), (8, ("barrier",)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script. Under torchrun every rank calls it and rank 0 reports."""
+    args = _parse(arguments)
+    options = Options(args.reps, args.warmup, args.seed, args.fault, args.backend, args.max_bytes)
+    parts = tuple(args.part or PARTS)
+    if started_by_launcher():
+        results = run_rank(options, parts)
+        return _report(results, args.json) if os.environ["RANK"] == "0" else 0
+    if args.world_size is not None:
+        runs = [(args.world_size, parts)]
+    else:
+        runs = [(n, tuple(p for p in of_run if p in parts)) for n, of_run in DEFAULT_RUNS]
+    results = []
+    for world_size, of_run in runs:
+        if of_run:
+            print(f"{world_size} ranks: {', '.join(of_run)} ...", file=sys.stderr, flush=True)
+            results += run_ranks(run_rank, world_size, options, of_run)[0]
+    return _report(results, args.json)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("mori-shmem-bench", description=__doc__)
+    parser.add_argument(
+        "--part", action="append", choices=PARTS, help="only this part; may be given several times"
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=int,
+        default=max(SIZES),
+        metavar="N",
+        help="nothing larger than this (default: %(default)s)",
+    )
+    mori_bench.add_common_options(parser)
+    args = parser.parse_args(arguments)
+    if args.trace:
+        parser.error("--trace: this bench has no phases to trace; mori-gemm-ar-bench does")
+    mori_bench.world_size_of(args, default=2)  # refuses a --world-size that is not the launcher's
+    return args
+
+
+def run_rank(options: Options, parts: Sequence[str]) -> list[Result]:
+    """One rank of one run; the results are rank 0's to report."""
+    import importlib
+
+    import torch.distributed as dist
+
+    import mori_shmem
+
+    dist.init_process_group("gloo")
+    try:
+        with mori_shmem.init(options.backend) as comm:
+            stage = Stage(comm, options)
+            for part in parts:
+                importlib.import_module(f"mori_shmem.bench.{part}").run(stage)
+            comm.barrier()
+            return stage.results
+    finally:
+        dist.destroy_process_group()
+
+
+def _report(results: Sequence[Result], json_file: str | None) -> int:
+    rows = [result.emit(json_file) for result in results]
+    columns = ("op", "mode", "world_size", "shape", "max_rank_time_us", "spread_pct", "gb_per_s", "validated")
+    print("\n" + mori_bench.table(rows, columns))
+    print("\nTargets, for two idle cores:")
+    for target in targets(results):
+        print(f"  {target}")
+    wrong = [result for result in results if not result.validated]
+    if wrong:
+        print(f"\n{len(wrong)} of {len(results)} results are wrong", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,434 @@
+"""`init` and the Communicator: ranks that share windows, signals and copy queues.
+
+What happens in `init`, on each rank:
+  1. The settings are read and checked, and this process's place is found (bootstrap.py).
+  2. The ranks meet and connect to each other (rendezvous.py, mesh.py), then compare their settings.
+  3. The target makes its fabric: control pages are exchanged, engines start (targets/).
+Each step has the same deadline. When it fails on one rank, the others learn of it from the closed socket.
+
+After that, `alloc` and `all_gather` go over the mesh, everything else through shared memory. A communicator
+that is closed cleanly is seen as "left" by its peers, a process that ends otherwise as "died"; both end the
+waits of those who need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import threading
+import weakref
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mori_shmem import steps, variables
+from mori_shmem.bootstrap import Place, find_place, register
+from mori_shmem.core import CoreError, native
+from mori_shmem.deadline import Deadline
+from mori_shmem.errors import ArgumentError, ClosedError, LayoutError, TransportInert
+from mori_shmem.mesh import Mesh
+from mori_shmem.queue import CopyQueue
+from mori_shmem.rendezvous import meet
+from mori_shmem.settings import Snapshot
+from mori_shmem.variables import ENGINES, QUEUES, TIMEOUT_S
+from mori_shmem.window import Ref, Window, check_ref, check_word
+from mori_shmem.wording import forked, queue_limit, worded
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("mori_shmem")
+_TARGETS = {"host": "mori_shmem.targets.host"}
+_BACKENDS = ("auto", "host", "cuda", "rocm")
+_DRAIN_S = 1.0  # how long close() lets the queues finish what they hold
+
+
+def init(
+    backend: str = "auto",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Any = None,
+    group: Any = None,
+    name: str = "",
+    timeout_s: float | None = None,
+    num_engines: int | None = None,
+    max_queues: int | None = None,
+) -> Communicator:
+    """Meet the other ranks; returns this rank's Communicator, owned by the caller. Collective.
+
+    backend      "host"; "auto" takes what this machine has
+    rank, world_size, store, group
+                 who the ranks are: nothing (torchrun's variables, or torch's default process group where
+                 there is one), a process group, or all three of the others
+    name         tells communicators of the same ranks apart; a second one needs a name of its own
+    timeout_s    limit of this call and, later, of every wait (MORI_TIMEOUT_S, 30 s)
+    num_engines  copy-engine threads of this rank (MORI_SHMEM_ENGINES)
+    max_queues   queues that may be used to each peer, at most MORI_SHMEM_QUEUES
+    """
+    target = _target(backend)
+    values = variables.TABLE.read({TIMEOUT_S: timeout_s, ENGINES: num_engines})
+    num_queues = _checked_queues(max_queues, values)
+    place = find_place(rank, world_size, store, group, name, values[TIMEOUT_S])
+    generation = register.enter(place, name)
+    try:
+        return _connect(target, place, f"{name}/{generation}", values, num_queues)
+    except BaseException:
+        register.leave(place.identity)
+        raise
+
+
+def _target(backend: str) -> tuple[str, ModuleType]:
+    """The target's name and module."""
+    steps.check_one_of("backend", backend, _BACKENDS)
+    chosen = "host" if backend == "auto" else backend
+    if chosen not in _TARGETS:
+        raise TransportInert(
+            f"backend={backend!r} is not part of this version of mori-shmem; it has: {', '.join(_TARGETS)}"
+        )
+    return chosen, importlib.import_module(_TARGETS[chosen])
+
+
+def _checked_queues(max_queues: int | None, values: Snapshot) -> int:
+    limit = values[QUEUES]
+    if max_queues is None:
+        return limit
+    if type(max_queues) is not int or max_queues < 1:
+        raise ArgumentError(f"max_queues={max_queues!r}: a whole number of at least 1 is needed")
+    if max_queues > limit:
+        raise queue_limit(max_queues, limit, "init")
+    return max_queues
+
+
+def _connect(
+    target: tuple[str, ModuleType], place: Place, key: str, values: Snapshot, num_queues: int
+) -> Communicator:
+    deadline = Deadline(values[TIMEOUT_S])
+    mesh = Mesh(place.rank, place.world_size, meet(place, key, deadline))
+    try:
+
+        def all_gather(obj: object) -> list[Any]:
+            return [message.value for message in mesh.exchange("settings", obj, deadline)]
+
+        values.check_same(place.rank, all_gather)
+        if len(set(given := all_gather((target[0], num_queues)))) > 1:
+            raise ArgumentError(f"(backend, max_queues) differ between ranks: {given}, in rank order")
+        fabric = target[1].open_fabric(mesh, values, num_queues, deadline)
+        return Communicator(target, place, mesh, fabric, values)
+    except BaseException:
+        mesh.close()
+        raise
+
+
+class Communicator:
+    """This rank's end of a group of ranks. Use it as a context manager, or call `close()`."""
+
+    def __init__(
+        self,
+        target: tuple[str, ModuleType],
+        place: Place,
+        mesh: Mesh,
+        fabric: native.Fabric,
+        values: Snapshot,
+    ) -> None:
+        self.backend = target[0]
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.timeout_s = values[TIMEOUT_S]
+        self.settings = values
+        self.num_queues = fabric.queues_per_peer
+        self.core = fabric  # the native fabric, for the device-side helpers of the mori packages
+        self._target = target[1]
+        self._mesh = mesh
+        self._pid = os.getpid()
+        self._queues: dict[tuple[int, int], CopyQueue] = {}
+        self._windows: weakref.WeakSet[Window] = weakref.WeakSet()
+        self._num_windows = 0
+        self._lock = threading.Lock()
+        self._faults: dict[str, Any] = {}  # set by mori_shmem.testing
+        self._closer = weakref.finalize(self, _close, self._pid, place, mesh, fabric)
+        _live.add(self)
+
+    # ---- memory ----
+
+    @property
+    def device(self) -> torch.device:
+        """Where windows live."""
+        import torch
+
+        return torch.device(self._target.device_of(self.rank))
+
+    def alloc(self, nbytes: int) -> Window:
+        """A zero-filled window of `nbytes` on every rank. Collective; a difference between ranks raises on
+        all."""
+        self.check_open()
+        deadline = Deadline(self.timeout_s)
+        fd, fault = self._create_part(nbytes)
+        try:
+            offers = self._mesh.exchange("alloc", (nbytes, fault), deadline, [fd] if fd >= 0 else [])
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        fds = [fd for offer in offers for fd in offer.fds]
+        try:
+            self._check_offers([offer.value for offer in offers])
+            core = self._all_or_none("map", lambda: self.core.map_window(fds, nbytes), deadline)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        window = Window(self, core, self._num_windows)
+        self._num_windows += 1
+        self._windows.add(window)
+        return window
+
+    def _create_part(self, nbytes: int) -> tuple[int, str]:
+        """My part's descriptor, or -1 and why there is none: the peers must hear of it, or they would wait
+        for me."""
+        if type(nbytes) is not int or nbytes < 1:
+            return -1, f"nbytes={nbytes!r}: a whole number of at least 1 is needed"
+        try:
+            return self._target.create_memory(nbytes), ""
+        except CoreError as error:
+            return -1, str(worded(error, self, f"alloc({nbytes})"))
+
+    def _check_offers(self, offers: list[tuple[int, str]]) -> None:
+        faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(offers) if fault]
+        if faults:
+            raise LayoutError("alloc failed on " + "; ".join(faults))
+        sizes = [nbytes for nbytes, _ in offers]
+        if len(set(sizes)) > 1:
+            usual = max(sizes, key=sizes.count)
+            odd = "; ".join(f"rank {rank} asked for {n} bytes" for rank, n in enumerate(sizes) if n != usual)
+            others = [rank for rank, n in enumerate(sizes) if n == usual]
+            raise LayoutError(
+                f"alloc sizes differ: {odd}; ranks {others} for {usual}. All ranks must ask for the same"
+            )
+
+    def _all_or_none(self, what: str, action: Any, deadline: Deadline) -> Any:
+        """Collective: run `action` on every rank; raise on all if it failed on one."""
+        result, fault = None, None
+        try:
+            result = action()
+        except CoreError as error:
+            fault = str(worded(error, self, f"alloc ({what})"))
+        for rank, message in enumerate(self._mesh.exchange(f"alloc/{what}", fault, deadline)):
+            if message.value is not None:
+                if result is not None:
+                    result.close()
+                raise LayoutError(f"alloc failed on rank {rank}: {message.value}")
+        return result
+
+    # ---- copy queues ----
+
+    def queue(self, peer: int, index: int = 0) -> CopyQueue:
+        """The copy queue (peer, index); the same object each time. `peer` may be this rank."""
+        self.check_open()
+        if type(peer) is not int or not 0 <= peer < self.world_size:
+            raise ArgumentError(f"peer {peer!r}: ranks of this communicator are 0..{self.world_size - 1}")
+        if type(index) is not int or not 0 <= index < self.num_queues:
+            raise ArgumentError(
+                f"queue {index!r} to rank {peer}: this communicator has {self.num_queues} queues to each "
+                f"peer, valid are 0..{self.num_queues - 1} (max_queues= of init, up to MORI_SHMEM_QUEUES)"
+            )
+        with self._lock:
+            queue = self._queues.get((peer, index))
+            if queue is None:
+                try:
+                    (core,) = self.core.open_queues(peer, [index])
+                except CoreError as error:
+                    raise worded(error, self, f"queue({peer}, {index})") from None
+                if self._faults:
+                    core.set_faults(**self._faults)
+                queue = self._queues[peer, index] = CopyQueue(self, core, peer, index)
+            return queue
+
+    @property
+    def queues(self) -> list[CopyQueue]:
+        """The queues that this rank has asked for so far."""
+        return list(self._queues.values())
+
+    def encode(self, program_steps: list[steps.Step]) -> native.Program:
+        """The native form of a put program's steps."""
+        program = native.Program(self.core)
+        try:
+            for verb, arguments in program_steps:
+                getattr(program, verb)(*arguments)
+        except CoreError as error:
+            raise worded(error, self, "a put program") from None
+        return program
+
+    # ---- signals ----
+
+    def signal(self, where: Ref, value: int, op: str = "set") -> None:
+        """Set or add to a 64-bit word now (release), and wake the rank that owns it."""
+        _, arguments = steps.signal(self, where, value, op)
+        try:
+            self.core.signal(*arguments)
+        except CoreError as error:
+            raise worded(error, self, "signal") from None
+
+    def read(self, where: Ref) -> int:
+        """The word's value (acquire)."""
+        check_word(self, where, "read")
+        try:
+            return self.core.read(where.address)
+        except CoreError as error:
+            raise worded(error, self, "read") from None
+
+    def wait(
+        self,
+        where: Ref,
+        value: int,
+        cmp: str = ">=",
+        *,
+        peer: int | None = None,
+        what: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Sleep until the 64-bit word compares (acquire); returns the value seen.
+
+        `peer` is the rank that is expected to write it: if that rank dies or leaves, PeerDied. Without it
+        any rank's death raises. `what` goes into the error: name the thing that is waited for.
+        """
+        check_word(self, where, "wait")
+        steps.check_value("value", value, 1 << 64)
+        steps.check_one_of("cmp", cmp, steps.COMPARISONS)
+        if peer is not None and (type(peer) is not int or not 0 <= peer < self.world_size):
+            raise ArgumentError(f"peer {peer!r}: ranks of this communicator are 0..{self.world_size - 1}")
+        try:
+            return self.core.wait(
+                where.address,
+                value,
+                cmp,  # type: ignore[arg-type]
+                peer=-1 if peer is None else peer,
+                timeout_s=self.checked_timeout(timeout_s),
+            )
+        except CoreError as error:
+            raise worded(error, self, f"wait for {what}" if what else "wait") from None
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Wait for all ranks. What a rank stored before is visible to all after."""
+        self.check_open()
+        try:
+            self.core.barrier(self.checked_timeout(timeout_s))
+        except CoreError as error:
+            raise worded(error, self, "barrier") from None
+
+    def all_gather(self, obj: object, timeout_s: float | None = None) -> list[Any]:
+        """Everybody's object, in rank order. For small host objects; they are pickled."""
+        self.check_open()
+        limit = self.checked_timeout(timeout_s)
+        deadline = Deadline(self.timeout_s if limit is None else limit)
+        return [message.value for message in self._mesh.exchange("all_gather", obj, deadline)]
+
+    def self_test(self) -> None:
+        """Collective: prove that bytes, signals and order work between every pair; else TransportInert on
+        all ranks."""
+        from mori_shmem.self_test import self_test
+
+        self_test(self)
+
+    # ---- life ----
+
+    @property
+    def closed(self) -> bool:
+        return not self._closer.alive
+
+    def close(self) -> None:
+        """Finish what the queues hold, leave, and free everything. Local; twice is fine; tensors stay
+        valid."""
+        if os.getpid() != self._pid or not self._closer.alive:
+            return
+        self._drain()
+        self._closer()
+        for window in list(self._windows):
+            window.close()
+        self._queues.clear()
+
+    def _drain(self) -> None:
+        """Give queued copies a moment. What cannot move (a queue that waits for a flag) is dropped, and
+        said so."""
+        deadline = Deadline(_DRAIN_S)
+        for queue in self._queues.values():
+            core = queue.core
+            if core.completed_bytes != core.submitted_bytes:
+                with contextlib.suppress(CoreError):
+                    core.quiet(max(deadline.left_s(), 0.001))
+                    continue
+                _LOG.warning(
+                    "rank %d closes its communicator with work left in queue %d to rank %d: it is dropped",
+                    self.rank,
+                    queue.index,
+                    queue.peer,
+                )
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<Communicator rank {self.rank} of {self.world_size}, {self.backend}{state}>"
+
+    # ---- for the other modules of the package ----
+
+    def check_open(self) -> None:
+        """Raise unless this communicator is usable here and now."""
+        if os.getpid() != self._pid:
+            raise forked(self._pid, os.getpid())
+        if not self._closer.alive:
+            raise ClosedError(f"rank {self.rank}: the communicator is closed")
+
+    def checked_timeout(self, timeout_s: float | None) -> float | None:
+        """The argument of a wait, refused if it cannot be a time."""
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+            raise ArgumentError(
+                f"timeout_s={timeout_s!r}: a number of seconds above 0, or None for {self.timeout_s:g}"
+            )
+        return timeout_s
+
+    def describe(self, address: int) -> str:
+        """An address in words: which window, whose part, how far in."""
+        for window in list(self._windows):
+            h = window.handle
+            rank, offset = divmod(address - h.base, h.stride)
+            if 0 <= rank < h.world_size and offset < window.nbytes:
+                return f"window {window.number}, rank {rank}'s part, offset {offset}"
+        return f"address {address:#x}"
+
+    def check_ref(self, ref: Ref, nbytes: int, what: str) -> None:
+        """Refuse an address that is not `nbytes` inside an open window of this communicator."""
+        check_ref(self, ref, nbytes, what)
+
+    def set_faults(self, **faults: Any) -> None:
+        """For mori_shmem.testing: how this rank's queues, open ones and later ones, misbehave."""
+        with self._lock:
+            self._faults = faults
+            for queue in self._queues.values():
+                queue.core.set_faults(**faults)
+
+
+def _close(pid: int, place: Place, mesh: Mesh, fabric: native.Fabric) -> None:
+    """Give everything back. Also runs when a communicator is garbage, and at the interpreter's exit."""
+    if os.getpid() != pid:
+        return
+    fabric.close()
+    mesh.close()
+    register.leave(place.identity)
+
+
+_live: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for comm in list(_live):
+        comm._mesh.forget()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,29 @@
+"""The environment variables of mori-shmem. The rules that they follow are told in `settings.py`."""
+
+from __future__ import annotations
+
+from mori_shmem.settings import Setting, SettingsTable
+
+TABLE = SettingsTable("mori-shmem")
+
+TIMEOUT_S = TABLE.add(
+    Setting("MORI_TIMEOUT_S", 30.0, low=0.01, high=86400.0, doc="limit of every wait for a peer, in seconds")
+)
+ENGINES = TABLE.add(
+    Setting("MORI_SHMEM_ENGINES", 1, low=1, high=64, doc="number of copy-engine threads of a rank (host)")
+)
+QUEUES = TABLE.add(
+    Setting(
+        "MORI_SHMEM_QUEUES", 8, low=1, high=64, doc="number of copy queues that a rank may open to each peer"
+    )
+)
+RING_BYTES = TABLE.add(
+    Setting(
+        "MORI_SHMEM_RING_BYTES",
+        256 * 1024,
+        low=256,
+        high=1 << 30,
+        power_of_two=True,
+        doc="size of a copy queue's packet ring in bytes",
+    )
+)
