@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from mori_tune import GemmArShape, Hardware, SpaceError, ep_space, gemm_ar_space, hardware_of, split_workers
+from mori_tune import (
+    GEMM_AR,
+    GemmArShape,
+    Hardware,
+    SpaceError,
+    ep_space,
+    gemm_ar_space,
+    hardware_of,
+    split_workers,
+)
 from mori_tune.device import Device, host_device, model_name
 from mori_tune.spaces.gemm_ar import MODES, tile_of
 from mori_tune.spaces.space import Candidate
@@ -82,21 +91,39 @@ def test_TU_5_no_side_of_a_kernel_is_left_without_workers() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gather", ["bf16", "fp8"])
-def test_gemm_ar_spaces_hold_only_what_the_mode_reads(mode: str, gather: str) -> None:
-    space = gemm_ar_space(CUDA, GemmArShape(4096, 2, mode, "cuda", gather))
+@pytest.mark.parametrize("transport", [None, "lsa", "sdma"])
+@pytest.mark.parametrize("backend", ["host", "cuda", "rocm"])
+def test_gemm_ar_spaces_hold_only_what_the_mode_reads(
+    mode: str, gather: str, transport: str | None, backend: str
+) -> None:
+    """An option that the op would ignore is an error there, and would measure the same thing twice here."""
+    shape = GemmArShape(4096, 2, mode, backend, gather, transport)
+    hardware = hardware_of(Device(backend, "sm_90" if backend == "cuda" else "gfx950", "x", 132))
+    space = gemm_ar_space(hardware, shape)
     names = {p.name for p in space.parameters}
-    assert ("chunks" in names) == mode.endswith("sdma")
-    assert ("pull_blocks" in names) == (mode != "gemm-only" and gather == "fp8")
-    assert ("bands" in names) == (mode.startswith("fused") and gather == "bf16")
-    assert 1 <= len(space.candidates("quick")) <= len(space.candidates("full")) <= 500
+    by_lsa = mode != "gemm-only" and (transport or "lsa") == "lsa" and shape.transport == "lsa"
+    assert ("tile" in names) == (backend != "host")
+    assert ("chunks" in names) == (mode == "fused-sdma")
+    assert ("pull_blocks" in names) == by_lsa
+    assert ("gather_bands" in names) == (mode != "gemm-only" and not by_lsa and gather == "bf16")
+    assert ("sdma_queues" in names) == (mode != "gemm-only" and (mode.endswith("sdma") or not by_lsa))
+    assert names <= set(GEMM_AR.mode_params)
+    assert 1 <= len(space.candidates("quick")) <= len(space.candidates("full")) <= 700
     assert set(space.candidates("quick")) <= set(space.candidates("full"))
+
+
+def test_gemm_ar_finished_rows_travel_as_the_op_chooses() -> None:
+    chosen = {mode: GemmArShape(1, 2, mode, "host").transport for mode in MODES}
+    sdma = {"split-sdma": "sdma", "fused-sdma": "sdma"}
+    assert chosen == {"gemm-only": None, **sdma, "split-lsa": "lsa", "fused-lsa": "lsa"}
+    assert GemmArShape(1, 2, "fused-sdma", "host", "fp8").transport == "lsa"
 
 
 @pytest.mark.parametrize("m", [4096, 8192, 15360, 16384, 1, 129])
 def test_gemm_ar_chunks_always_divide_the_bands(m: int) -> None:
     shape = GemmArShape(m, 8, "fused-sdma", "cuda")
     for c in gemm_ar_space(CUDA, shape).candidates():
-        assert shape.num_bands(tile_of(str(c["tile"]))[0]) % int(c["chunks"]) == 0
+        assert shape.num_bands(c.as_dict()) % int(c["chunks"]) == 0
 
 
 def test_unknown_words_are_refused_by_name() -> None:

@@ -108,6 +108,6 @@ GEMM_AR = Format(
     exact=("quant", "gather_dtype", "gather_transport"),
     preferred=("n", "k"),
     size="m",
-    params=("tile",),
-    mode_params=("chunks", "queues", "reduce_blocks", "pull_blocks", "bands"),
+    params=(),
+    mode_params=("tile", "chunks", "sdma_queues", "reduce_blocks", "pull_blocks", "gather_bands"),
 )
