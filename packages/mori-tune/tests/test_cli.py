@@ -209,3 +209,40 @@ def test_small_pieces_of_the_report() -> None:
     assert clock(59.6) == "1:00"
     assert clock(3723) == "1:02:03"
     assert table([["a", "b"], ["long", "1"]]).splitlines() == ["a     b", "----  -", "long  1"]
+
+
+@pytest.mark.parametrize("spoil", ["file in the way", "duplicate rules", "json folder"])
+def test_what_cannot_be_written_is_refused_before_the_sweep(cli: Cli, tmp_path: Path, spoil: str) -> None:
+    """Not after hours of measuring."""
+    option = ("--save", str(tmp_path / "target"))
+    if spoil == "file in the way":
+        (tmp_path / "target").write_text("")
+    elif spoil == "duplicate rules":
+        (tmp_path / "target").mkdir()
+        done = cli("run", *TOY, "--reps", "3", *option)
+        (file, _) = sorted((tmp_path / "target").iterdir())
+        line = next(x for x in file.read_text().splitlines() if "num_tokens" in x)
+        file.write_text(file.read_text().replace(line, f"{line},\n{line}"))
+    else:
+        option = ("--json", str(tmp_path / "no" / "such" / "results"))
+    done = cli("run", *TOY, "--reps", "3", *option)
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stderr
+    assert "average_us" not in done.stdout
+    assert "mori-tune: " in done.stderr
+
+
+def test_parameters_that_no_rule_can_hold_are_refused(
+    cli: Cli, toy_env: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "lossy.py").write_text(
+        "from toy_op.op import Toy\nfrom mori_tune import Space, Parameter\n"
+        "class Lossy(Toy):\n"
+        "    def space(self, problem, device):\n"
+        "        hardware = super().space(problem, device).hardware\n"
+        "        return Space('lossy', hardware, (Parameter('unroll', (1, 2)),))\n"
+        "IT = Lossy()\n"
+    )
+    done = cli("run", "--op", "lossy:IT", PYTHONPATH=f"{toy_env['PYTHONPATH']}:{tmp_path}")
+    assert done.returncode == 2
+    assert "space lossy tunes unroll, which rules of dispatch lack" in done.stderr

@@ -74,18 +74,18 @@ def fakes(tmp_path: Path, toy_env: dict[str, str]) -> Iterator[tuple[dict[str, s
 
 def test_commands_are_what_a_person_would_type() -> None:
     here = Host("localhost", python="/venv/bin/python")
-    assert agent_command(here) == ["/venv/bin/python", "-m", "mori_tune.slots.stations"]
+    assert agent_command(here) == ["/venv/bin/python", "-m", "mori_tune.slots.agent"]
     there = Host("user@node-b", python="/venv/bin/python", environ={"MORI_RDMA_TC": "41", "B": "a b"})
     *ssh, remote = agent_command(there)
     assert ssh[0] == "ssh"
     assert "BatchMode=yes" in ssh
     assert ssh[-1] == "user@node-b"
-    assert remote == "env 'B=a b' MORI_RDMA_TC=41 /venv/bin/python -m mori_tune.slots.stations"
+    assert remote == "env 'B=a b' MORI_RDMA_TC=41 /venv/bin/python -m mori_tune.slots.agent"
     folder = Host("b", workdir="/my dir")
     assert agent_command(folder)[-1].startswith("cd '/my dir' && exec python3 -m")
     box = Host("b", container="ctr", workdir="/w", environ={"MORI_RDMA_TC": "41"})
     assert agent_command(box, ("sudo", "-n", "docker"))[-1] == (
-        "sudo -n docker exec -i -e MORI_RDMA_TC=41 -w /w ctr python3 -m mori_tune.slots.stations"
+        "sudo -n docker exec -i -e MORI_RDMA_TC=41 -w /w ctr python3 -m mori_tune.slots.agent"
     )
     local_box = agent_command(Host("localhost", container="ctr"))
     assert local_box[:3] == ["docker", "exec", "-i"]

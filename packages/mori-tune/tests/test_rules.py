@@ -328,3 +328,23 @@ def test_lookups_are_cheap_when_repeated(book: Callable[..., Book], user: Path) 
     one = book()
     asked = query()
     assert one.decide(asked) is one.decide(query())
+
+
+def test_a_run_over_many_sizes_says_each_rule_and_reason_once(
+    book: Callable[..., Book], user: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server meets every batch size: two rules and a default are three lines, not four thousand."""
+    monkeypatch.setattr(book_module, "_said", set())
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    write(user / "a.json", rule(num_tokens=128), rule(num_tokens=512))
+    near, exact = book(), book(MORI_TUNE_LOOKUP="exact")
+    for num_tokens in [n for n in range(1, 4096, 7) if n not in (128, 512)]:
+        say(near.decide(query(num_tokens=num_tokens)), "line")
+        say(exact.decide(query(num_tokens=num_tokens)), "line")
+    assert len(caplog.records) == 3
+
+
+def test_file_names_cannot_lead_out_of_the_folder() -> None:
+    name = EP_DISPATCH.file_name(DEVICE, {"kernel_type": "../../etc/x y", "ep_size": 8})
+    assert "/" not in name
+    assert " " not in name

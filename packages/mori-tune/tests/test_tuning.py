@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from mori_tune import NoWinner
+from mori_tune import Hardware, NoWinner, Problem, ep_space, host_device
+from mori_tune.journal import Journal
 from mori_tune.spaces import Candidate
+from mori_tune.tuning import How, Slots, Watcher, tune
 
 TIMES = {"a": 100.0, "b": 90.0, "c": 120.0, "d": 95.0}
 
@@ -214,3 +217,20 @@ def test_resumption_continues_where_it_stopped(
     assert resumed.winner("run") == whole.winner("run")
     visited = [len(e.visits) for e in resumed.search.entries]
     assert sum(visited) <= sum(len(e.visits) for e in whole.search.entries) + 2, "canaries of the new crew"
+
+
+def test_a_default_that_is_not_valid_here_is_left_out_and_said(fake_crew: Any, tmp_path: Path) -> None:
+    """More blocks than compute units would hang the ranks."""
+    space = ep_space(Hardware(16, lanes=64), nodes="inter")
+    default = Candidate.of({"block_num": 80, "rdma_block_num": 32, "warp_per_block": 8})
+    crew = fake_crew(lambda c, number, rank: float(c["block_num"]))
+    said: list[str] = []
+
+    class Notes(Watcher):
+        def note(self, text: str) -> None:
+            said.append(text)
+
+    slots = Slots(crew, Problem({}), host_device(), ("dispatch",), How(), Notes())
+    tuned = tune(slots.problem, space, default, slots, Journal(tmp_path, {"op": "x"}), now=crew.clock)
+    assert default not in tuned.candidates
+    assert any("80 blocks on 16 compute units" in text for text in said)

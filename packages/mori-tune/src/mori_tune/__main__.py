@@ -39,7 +39,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         description="Pick the fastest right geometry of an op, save it as a rule, and verify it.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    made = {name: commands.add_parser(name, help=text) for name, text in HELP.items()}
+    made = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in HELP.items()}
     for name in ("run", "verify", "explain"):
         add_shape_options(made[name])
     for name in ("run", "verify"):
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             be_an_agent(os.environ)
             return 0
         return COMMANDS[options.command](options)
-    except TuneError as error:
+    except (TuneError, FileNotFoundError, PermissionError) as error:
         print(f"mori-tune: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

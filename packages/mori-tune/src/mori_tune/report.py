@@ -210,7 +210,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def result_json(tuned: Tuned, phase: str, op: str, backend: str, wall_us: float) -> str:
+def result_json(tuned: Tuned, phase: str, op: str, backend: str) -> str:
     """The line every bench of this project prints, with the tuner's own fields after the common ones."""
     winner = tuned.verdicts[phase].winner
     averages = [t.average(phase) for t in kept_times(tuned, phase)]
@@ -226,7 +226,7 @@ def result_json(tuned: Tuned, phase: str, op: str, backend: str, wall_us: float)
         "max_us": max(averages),
         "spread_pct": 100 * winner.spread,
         "max_rank_time_us": winner.worst_rank_us,
-        "wall_us": wall_us,
+        "wall_us": None,  # of a call; a sweep has none
         "host_enqueue_us": None,
         "rel_l2": None,
         "validated": True,
@@ -234,6 +234,7 @@ def result_json(tuned: Tuned, phase: str, op: str, backend: str, wall_us: float)
         "commit": commit_of(Path(__file__)),
         "versions": dict(tuned.versions),
         "average_us": winner.average_us,
+        "tuning_s": round(tuned.wall_s, 3),
         "scope": tuned.how.scope,
         "candidates": len(tuned.candidates),
         "visits": tuned.num_visits,

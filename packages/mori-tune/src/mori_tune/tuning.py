@@ -163,6 +163,10 @@ def tune(
     now: Callable[[], float] = time.monotonic,
 ) -> Tuned:
     """The winner of each phase; NoWinner if all candidates failed, LaunchError if ranks cannot be started."""
+    reason = None if default is None else space.why_invalid(default)
+    if reason is not None:
+        slots.watcher.note(f"the default {default} is not valid here and not measured: {reason}")
+        default = None
     candidates, default_index = with_default(space.candidates(slots.how.scope), default)
     if not candidates:
         raise NoWinner(f"space {space.name} has no valid candidate for {problem} on {slots.device}")
@@ -267,7 +271,7 @@ class Tuning:
         """Bring the search to where the journal ends; an event that does not fit ends the replay there."""
         for number, event in enumerate(self.journal.events):
             if not self.replay_one(event):
-                self.journal.events = self.journal.events[:number]
+                self.journal.keep(number)
                 break
         groups = [event.get("group", 0) for event in self.journal.events]
         self.slots.first_group = max(groups, default=0)

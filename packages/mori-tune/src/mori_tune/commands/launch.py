@@ -41,8 +41,8 @@ def world_size_of(options: argparse.Namespace) -> int:
 
 def hosts_of(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Host]:
     names = options.hosts.split(",")
-    if len(set(names)) != len(names) or not all(names):
-        raise LaunchError(f"--hosts {options.hosts}: names must be there once each")
+    if len(set(names)) != len(names) or not all(name and not name.startswith("-") for name in names):
+        raise LaunchError(f"--hosts {options.hosts}: wanted the names of hosts, once each")
     found = []
     for name in names:
         here = name in HERE

@@ -16,16 +16,14 @@ USER_FOLDER = object()  # `--save` without a file
 
 def int_list(text: str) -> tuple[int, ...]:
     """ "4,8,16" as numbers; nothing else."""
-    parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: wanted whole numbers with commas between, for example 4,8,16"
-        )
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len({int(part) for part in parts}) != len(parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: wanted different whole numbers, for example 4,8,16")
     return tuple(int(part) for part in parts)
 
 
 def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: wanted a whole number of at least 1")
     return int(text)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,13 @@ from mori_tune import report
 from mori_tune.commands.launch import crew_for, describe
 from mori_tune.commands.options import refuse_quick_save, save_target
 from mori_tune.device import Device
-from mori_tune.errors import NoWinner, SaveRefused
+from mori_tune.errors import NoWinner, SaveRefused, SettingError, SpaceError
 from mori_tune.journal import Journal
 from mori_tune.rules.format import Query
-from mori_tune.rules.saving import save_rules
+from mori_tune.rules.saving import check_target, save_rules
 from mori_tune.settings import Settings, settings
 from mori_tune.slots import Crew
+from mori_tune.spaces import Space
 from mori_tune.tunable import Problem, Tunable, load
 from mori_tune.tuning import How, Slots, Tuned, tune
 
@@ -29,29 +33,16 @@ def run(options: argparse.Namespace) -> int:
     how = how_of(options, using)
     target = save_target(options, using)
     refuse_quick_save(how.scope, target)
-    tunable = load(options.op)
+    check_writable(options.json, options.trace)
     watcher = report.Progress(verbose=options.verbose or using["MORI_EP_TUNING_VERBOSE"])
-    num_saved, num_failed = 0, 0
+    batch = Batch(load(options.op), options, using, how, target, watcher)
     with crew_for(options) as crew:
-        device, versions = describe(crew)
-        problems = tunable.problems(options, device)
-        for number, problem in enumerate(problems, 1):
-            watcher.line(f"problem {number} of {len(problems)}")
-            try:
-                tuned = tune_one(tunable, problem, device, crew, how, watcher, using, options, versions)
-            except NoWinner as error:
-                num_failed += 1
-                log.warning("%s", error)
-                continue
-            print(report.summary(tuned), flush=True)
-            emit(tuned, tunable, options)
-            if target is not None:
-                num_saved += save(tuned, tunable, target)
+        batch.run(crew)
     if options.trace:
         watcher.write_trace(options.trace)
-    if num_saved == 0:
-        log.warning("nothing saved: %s", why_nothing(target, num_failed))
-    return 1 if num_failed or not problems else 0
+    if batch.num_saved == 0:
+        log.warning("nothing saved: %s", batch.why_nothing())
+    return 1 if batch.num_failed or not batch.num_tuned else 0
 
 
 def how_of(options: argparse.Namespace, using: Settings) -> How:
@@ -62,7 +53,7 @@ def how_of(options: argparse.Namespace, using: Settings) -> How:
 
     rounds = pick(options.rounds, "MORI_EP_ROUNDS")
     if rounds <= options.warmup:
-        raise SaveRefused(f"--reps {rounds} with --warmup {options.warmup} leaves no round to measure")
+        raise SettingError(f"--reps {rounds} with --warmup {options.warmup} leaves no round to measure")
     return How(
         scope=pick(options.scope, "MORI_TUNING_SCOPE"),
         rounds=rounds,
@@ -73,75 +64,119 @@ def how_of(options: argparse.Namespace, using: Settings) -> How:
     )
 
 
-def tune_one(
-    tunable: Tunable,
-    problem: Problem,
-    device: Device,
-    crew: Crew,
-    how: How,
-    watcher: report.Progress,
-    using: Settings,
-    options: argparse.Namespace,
-    versions: dict[str, str],
-) -> Tuned:
-    space = tunable.space(problem, device)
-    default = tunable.default(problem, device)
-    phases = [format_.phase for format_ in tunable.formats]
-    key = {
-        "op": tunable.name,
-        "problem": dict(problem.values),
-        "device": device.as_dict(),
-        "versions": versions,
-        "space": space.name,
-        "scope": how.scope,
-        "rounds": how.rounds,
-        "warmup": how.warmup,
-        "margin": how.margin,
-        "budget": how.budget,
-        "world_size": crew.world_size,
-        "seed": options.seed,
-        "default": str(default),
-        "candidates": [str(c) for c in space.candidates(how.scope)],
-    }
-    journal = Journal(using.journal_dir, key)
-    if options.fresh:
-        journal.forget()
-    elif journal.events:
-        age = report.clock(journal.age_s)
-        watcher.line(f"resuming a sweep left {age} ago, from {journal.path} (--fresh starts over)")
-    slots = Slots(crew, problem, device, phases, how, watcher)
-    try:
-        tuned = tune(problem, space, default, slots, journal, versions=versions)
-    except NoWinner:
-        journal.done()  # the next attempt tries all of them again
-        raise
-    journal.done()
-    return tuned
+def check_writable(*paths: str | None) -> None:
+    """Now rather than after the sweep."""
+    for path in paths:
+        if path is not None:
+            with open(path, "a"):
+                pass
 
 
-def emit(tuned: Tuned, tunable: Tunable, options: argparse.Namespace) -> None:
-    for phase in tuned.search.phases:
-        line = report.result_json(tuned, phase, tunable.name, tuned.device.backend, tuned.wall_s * 1e6)
-        print(line, flush=True)
-        if options.json:
-            with open(options.json, "a") as file:
-                file.write(line + "\n")
+@dataclass
+class Batch:
+    """The problems of one command, tuned one after another by the same ranks."""
+
+    tunable: Tunable
+    options: argparse.Namespace
+    using: Settings
+    how: How
+    target: Path | None
+    watcher: report.Progress
+    num_tuned: int = 0
+    num_failed: int = 0
+    num_saved: int = 0
+
+    def run(self, crew: Crew) -> None:
+        device, versions = describe(crew)
+        problems = self.tunable.problems(self.options, device)
+        queries = [self.queries(problem, device) for problem in problems]
+        if self.target is not None:
+            check_target([q for of_problem in queries for q in of_problem], self.target, self.tunable.formats)
+        for number, problem in enumerate(problems, 1):
+            self.watcher.line(f"problem {number} of {len(problems)}")
+            try:
+                tuned = self.tune_one(problem, crew, device, versions)
+            except NoWinner as error:
+                self.num_failed += 1
+                log.warning("%s", error)
+                continue
+            self.num_tuned += 1
+            print(report.summary(tuned), flush=True)
+            if self.target is not None:
+                self.save(tuned, queries[number - 1], self.target)
+            self.emit(tuned)
+
+    def queries(self, problem: Problem, device: Device) -> list[Query]:
+        return [self.tunable.query(problem, f.phase, device) for f in self.tunable.formats]
+
+    def tune_one(self, problem: Problem, crew: Crew, device: Device, versions: dict[str, str]) -> Tuned:
+        space = self.tunable.space(problem, device)
+        refuse_unsaved_parameters(space, self.tunable)
+        default = self.tunable.default(problem, device)
+        phases = [format_.phase for format_ in self.tunable.formats]
+        key = {
+            "op": self.tunable.name,
+            "problem": dict(problem.values),
+            "device": device.as_dict(),
+            "versions": versions,
+            "scope": self.how.scope,
+            "rounds": self.how.rounds,
+            "warmup": self.how.warmup,
+            "margin": self.how.margin,
+            "budget": self.how.budget,
+            "world_size": crew.world_size,
+            "seed": self.options.seed,
+            "default": str(default),
+            "candidates": [str(c) for c in space.candidates(self.how.scope)],
+        }
+        with closing(Journal(self.using.journal_dir, key)) as journal:
+            self.announce(journal)
+            slots = Slots(crew, problem, device, phases, self.how, self.watcher)
+            try:
+                tuned = tune(problem, space, default, slots, journal, versions=versions)
+            except NoWinner:
+                journal.done()  # the next attempt tries all of them again
+                raise
+            journal.done()
+        return tuned
+
+    def announce(self, journal: Journal) -> None:
+        if self.options.fresh:
+            journal.keep(0)
+        elif journal.events:
+            age = report.clock(journal.age_s)
+            self.watcher.line(f"resuming a sweep left {age} ago, from {journal.path} (--fresh starts over)")
+
+    def save(self, tuned: Tuned, queries: Sequence[Query], target: Path) -> None:
+        """One rule for each phase, each printed; only the winner of a full sweep gets here."""
+        if tuned.how.scope != "full":
+            raise SaveRefused(f"a sweep of scope {tuned.how.scope} is not saved")
+        entries = [(query, report.rule_values(tuned, query)) for query in queries]
+        changes = save_rules(entries, target, self.tunable.formats)
+        for change in changes:
+            print(change)
+        print(f"saved to {target}", flush=True)
+        self.num_saved += len(changes)
+
+    def emit(self, tuned: Tuned) -> None:
+        for phase in tuned.search.phases:
+            line = report.result_json(tuned, phase, self.tunable.name, tuned.device.backend)
+            print(line, flush=True)
+            if self.options.json:
+                with open(self.options.json, "a") as file:
+                    file.write(line + "\n")
+
+    def why_nothing(self) -> str:
+        if self.target is None:
+            return "--save was not given"
+        return f"{self.num_failed} problems have no winner" if self.num_failed else "no problems"
 
 
-def save(tuned: Tuned, tunable: Tunable, target: Path) -> int:
-    """Writes one rule for each phase and prints each; only the winner of a full sweep gets here."""
-    if tuned.how.scope != "full":
-        raise SaveRefused(f"a sweep of scope {tuned.how.scope} is not saved")
-    queries: list[Query] = [tunable.query(tuned.problem, f.phase, tuned.device) for f in tunable.formats]
-    entries = [(query, report.rule_values(tuned, query)) for query in queries]
-    changes = save_rules(entries, target, tunable.formats)
-    for change in changes:
-        print(change)
-    print(f"saved to {target}", flush=True)
-    return len(changes)
-
-
-def why_nothing(target: Path | None, num_failed: int) -> str:
-    if target is None:
-        return "--save was not given"
-    return f"{num_failed} problems have no winner" if num_failed else "no problems"
+def refuse_unsaved_parameters(space: Space, tunable: Tunable) -> None:
+    """A parameter that no rule can hold would be tuned and then lost."""
+    for format_ in tunable.formats:
+        lost = [p.name for p in space.parameters if p.name not in (*format_.params, *format_.mode_params)]
+        if lost:
+            raise SpaceError(
+                f"space {space.name} tunes {', '.join(lost)}, which rules of {format_.phase} lack"
+            )

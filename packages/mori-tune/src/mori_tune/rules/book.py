@@ -44,6 +44,7 @@ class Decision:
     used: str  # "rule", "nearest" or "default"
     rule: Rule | None
     line: str  # the one line that says which file and rule won, or why none
+    cause: tuple[Any, ...]  # decisions with the same cause are said once
     steps: tuple[str, ...]  # the whole way there, for `explain`
 
     @property
@@ -145,22 +146,25 @@ def decide(book: Book, query: Query, policy: str) -> Decision:
     if book.manual:
         by = variable(book.op, "LAUNCH_CONFIG_MODE")
         line = f"{name}: MANUAL: tuned rules ignored, since {by}=MANUAL"
-        return Decision(query, "MANUAL", "default", None, line, (*steps, line))
+        return Decision(query, "MANUAL", "default", None, line, (name, "MANUAL"), (*steps, line))
     for layer in book.layers:
         steps.append(describe_layer(layer, query))
         rule = exact_rule(layer, query)
         if rule is not None:
             line = f"{name}: MATCH {shown(rule, query)}{caution(rule)}"
-            return Decision(query, "MATCH", "rule", rule, line, (*steps, line))
-    why = why_none(book, query)
+            return Decision(query, "MATCH", "rule", rule, line, (name, rule.place), (*steps, line))
+    fields, why = why_none(book, query)
     stand_in = (
         None if policy == "exact" else nearest_of(book, query, any_model=policy == "any-model", steps=steps)
     )
     if stand_in is None:
         line = f"{name}: NO MATCH ({why}): the built-in default is used"
-        return Decision(query, "NO MATCH", "default", None, line, (*steps, line))
+        cause = (name, *query.full_header.values(), fields)
+        return Decision(query, "NO MATCH", "default", None, line, cause, (*steps, line))
     line = f"{name}: NO MATCH ({why}): nearest rule stands in, {shown(stand_in, query)}{caution(stand_in)}"
-    return Decision(query, "NO MATCH", "nearest", stand_in, line, (*steps, line))
+    return Decision(
+        query, "NO MATCH", "nearest", stand_in, line, (name, fields, stand_in.place), (*steps, line)
+    )
 
 
 def describe_layer(layer: Layer, query: Query) -> str:
@@ -228,11 +232,11 @@ def nearest_rule(rules: Sequence[Rule], query: Query, steps: list[str]) -> Rule 
     return None
 
 
-def why_none(book: Book, query: Query) -> str:
-    """The rule that came closest, and in which fields it is for another call."""
+def why_none(book: Book, query: Query) -> tuple[tuple[str, ...], str]:
+    """The rule that came closest: the fields in which it is for another call, and the same in words."""
     if not any(t.phase == query.format.phase and t.rules for _, t in book.all_tables()):
         places = ", ".join(f"{layer.name} {layer.path or '(none)'}" for layer in book.layers)
-        return f"no rules for this phase in {places}"
+        return (), f"no rules for this phase in {places}"
     wanted, closest = query.full_header, None
     for _, table in book.all_tables():
         if table.phase != query.format.phase:
@@ -250,9 +254,10 @@ def why_none(book: Book, query: Query) -> str:
                 abs(rule.values[query.format.size] - query.key[query.format.size]),
             )
             if closest is None or distance < closest[0]:
-                closest = (distance, f"{'; '.join([*other, *named])} at {rule.place}")
+                names = tuple(part.split()[0] for part in [*other, *named])
+                closest = (distance, names, f"closest: {'; '.join([*other, *named])} at {rule.place}")
     assert closest is not None
-    return f"closest: {closest[1]}"
+    return closest[1], closest[2]
 
 
 def shown(rule: Rule, query: Query) -> str:
@@ -286,14 +291,14 @@ def lookup(
     return decision
 
 
-_said: set[str] = set()
+_said: set[tuple[Any, ...]] = set()
 
 
 def say(decision: Decision, report: str) -> None:
-    """One line per decision and process, on a machine's first rank: misses at WARNING, matches to stderr."""
-    if decision.line in _said:
+    """One line a rule and reason, on a machine's first rank: misses at WARNING, matches to stderr."""
+    if decision.cause in _said:
         return
-    _said.add(decision.line)
+    _said.add(decision.cause)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     if report == "full":
@@ -320,4 +325,4 @@ def agree(decision: Decision, all_gather: Callable[[Any], list[Any]]) -> Decisio
     line = f"{line} (from rank {chosen}; ranks {differing} found other rules)"
     log.warning("%s", line)
     rule = None if params is None else Rule(params, Path(f"<rank {chosen}>"), 0)
-    return Decision(decision.query, outcome, used, rule, line, (*decision.steps, line))
+    return Decision(decision.query, outcome, used, rule, line, ("agreed", line), (*decision.steps, line))

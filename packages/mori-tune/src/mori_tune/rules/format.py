@@ -8,6 +8,7 @@ largest. A field in `wildcard` may be absent from a rule, which then serves ever
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -47,7 +48,7 @@ class Format:
     def file_name(self, device: Device, header: Mapping[str, Any]) -> str:
         words = [str(header[name]) for name in self.header if name != self.world]
         words = [device.arch, device.model, *words, f"{self.world_letter}{header[self.world]}", self.phase]
-        return "_".join(words) + ".json"
+        return re.sub(r"[^\w.-]", "-", "_".join(words)) + ".json"
 
     def passes(self, asked: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         """Which preferred fields must be equal, strictest first: (a, b), (a), (b), ()."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mori_tune.errors import RulesError
+from mori_tune.errors import RulesError, SaveRefused
 from mori_tune.rules.files import Table, identity, key_of, read_tables
 from mori_tune.rules.format import DEVICE_FIELDS, VERSION, Format, Query
 
@@ -127,6 +127,18 @@ def save_rules(
         for path, for_file in by_file(entries, target, single).items():
             changes += update_file(path, for_file, {(f.op, f.phase): f for f in formats})
     return changes
+
+
+def check_target(queries: Sequence[Query], target: Path, formats: Sequence[Format]) -> None:
+    """Before hours of measuring: the folder can be made and written, and what is there can be added to."""
+    folder = (target.parent if target.suffix == ".json" else target).absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise SaveRefused(
+            f"rules cannot be saved to {target}: {there} is not a folder that can be written to"
+        )
+    for path in by_file([(query, {}) for query in queries], target, target.suffix == ".json"):
+        read_blocks(path, {(f.op, f.phase): f for f in formats})
 
 
 def by_file(

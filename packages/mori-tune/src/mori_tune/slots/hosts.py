@@ -1,7 +1,7 @@
 """Ranks on several hosts: the commands that start an agent on each, and nothing that anybody else started.
 
     host a (here)        LocalStation, or an agent in a container:  docker exec -i ... python -m ...
-    host b               ssh b  env NAME=VALUE ... python -m mori_tune.slots.stations
+    host b               ssh b  env NAME=VALUE ... python -m mori_tune.slots.agent
     host b, container    ssh b  docker exec -i -e NAME=VALUE ... CONTAINER python -m ...
 
 Every command is shown before it runs. The environment travels in the command, since neither ssh nor docker
@@ -55,7 +55,7 @@ def environ_to_pass(environ: Mapping[str, str], named: Sequence[str]) -> dict[st
 
 def agent_command(host: Host, docker: Sequence[str] = ("docker",)) -> list[str]:
     """What starts the agent on this host, as one argument vector of this machine."""
-    python = [host.python, "-m", "mori_tune.slots.stations"]
+    python = [host.python, "-m", "mori_tune.slots.agent"]
     settings = [f"{name}={value}" for name, value in sorted(host.environ.items())]
     if host.container is not None:
         flags = [flag for setting in settings for flag in ("-e", setting)]

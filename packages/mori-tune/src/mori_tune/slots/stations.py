@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
 from typing import IO, Any, Protocol
@@ -32,6 +32,7 @@ from typing import IO, Any, Protocol
 from mori_tune.tunable import Place
 
 TAIL_LINES = 30
+LONGEST_LINE = 4096
 PATIENCE_S = 5.0  # for a killed process to be gone
 NOT_FOR_RANKS = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's own; a rank is started by us
 
@@ -131,8 +132,9 @@ class Child:
         self.waiter.start()
 
     def read_output(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        stdout = self.process.stdout
+        assert stdout is not None
+        for line in iter(lambda: stdout.readline(LONGEST_LINE), ""):
             self.tail.append(line.rstrip("\n"))
             if self.show:
                 print(f"[rank {self.rank}] {line}", end="", file=sys.stderr)
@@ -309,51 +311,3 @@ class AgentStation:
             if self.process.poll() is None:
                 self.process.kill()  # our own ssh or docker client, by its id
                 self.process.wait()
-
-
-def serve(reads: Iterable[str], writes: IO[str]) -> None:
-    """The agent: a LocalStation for whoever is at the other end; ends its ranks when that end closes."""
-    events: Events = SimpleQueue()
-    station: LocalStation | None = None
-
-    def forward() -> None:
-        while True:
-            event = events.get()
-            line = json.dumps({"crew": event.crew, "rank": event.rank, "body": dict(event.body)})
-            with contextlib.suppress(OSError, ValueError):
-                writes.write(line + "\n")
-                writes.flush()
-
-    threading.Thread(target=forward, daemon=True).start()
-    try:
-        for line in reads:
-            message = json.loads(line)
-            if message["do"] == "plan":
-                station = LocalStation(StationPlan.from_dict(message["plan"]), events)
-                continue
-            assert station is not None, "the first message is the plan"
-            if message["do"] == "port":
-                station.ask_port(message["crew"])
-            elif message["do"] == "start":
-                station.start(message["crew"], message["environ"])
-            elif message["do"] == "send":
-                station.send(message["message"])
-            elif message["do"] == "stop":
-                station.stop()
-                events.put(Event(-1, None, {"stopped": True}))
-    finally:
-        if station is not None:
-            station.close()
-
-
-def main() -> None:
-    """`python -m mori_tune.slots.stations`: the agent on standard input and output."""
-    writes = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing but messages on the stream
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))
-    serve(sys.stdin, writes)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,8 @@ import time
 from collections.abc import Mapping
 
 from mori_tune.errors import LaunchError
-from mori_tune.slots.stations import AgentStation, Events, LocalStation, Station, StationPlan, serve
+from mori_tune.slots.agent import serve
+from mori_tune.slots.stations import AgentStation, Events, LocalStation, Station, StationPlan
 
 NUM_PORTS = 20
 MEETING_LIMIT_S = 120.0
@@ -64,7 +65,8 @@ def gather_agents(
             except (OSError, ValueError):
                 connection.close()
                 continue
-            if not hmac.compare_digest(word, password(environ)):
+            known = hmac.compare_digest(word, password(environ))
+            if not known or int(rank) in stations or int(rank) not in range(world_size):
                 connection.close()  # another run's
                 continue
             connection.settimeout(None)
@@ -77,11 +79,11 @@ def gather_agents(
 
 
 def listen(environ: Mapping[str, str]) -> socket.socket:
+    """Reachable from this machine alone where all ranks are on it."""
+    address = "127.0.0.1" if environ["MASTER_ADDR"] in ("127.0.0.1", "localhost") else ""
     for port in ports(environ):
-        try:
-            return socket.create_server(("", port), backlog=128)
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            return socket.create_server((address, port), backlog=128)
     raise LaunchError(f"no free port in {ports(environ)} for the ranks to meet at")
 
 

@@ -38,7 +38,7 @@ class Candidate:
         return dict(self.items)
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.items)
+        return " ".join(f"{name}={value}" for name, value in self.items) or "(nothing to choose)"
 
 
 Choices = tuple[Value, ...] | Callable[[Hardware, Mapping[str, Any]], Iterable[Value]]
