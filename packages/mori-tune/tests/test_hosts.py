@@ -194,24 +194,15 @@ def test_an_agent_ends_its_ranks_when_its_driver_is_gone(
 ) -> None:
     env, _ = fakes
     arguments = ["--hosts", "node-b", "--ranks-per-host", "2", "--python", sys.executable, "--limit", "100"]
+    what = ["run", "--op", "toy_op.faulty:FAULTY", "--what", "hangs-with-child"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "mori_tune",
-            "run",
-            "--op",
-            "toy_op.faulty:FAULTY",
-            "--what",
-            "hangs",
-            *arguments,
-        ],
+        [sys.executable, "-m", "mori_tune", *what, *arguments],
         env={**toy_env, **env},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 20
-    while sum("slots.worker" in line for line in running(str(tmp_path))) < 2:
+    while sum("slots.worker" in line for line in running(str(tmp_path))) < 4:  # two ranks, a child of each
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.kill()

@@ -53,8 +53,10 @@ def test_TU_3_each_fault_costs_its_slot_and_is_reported(cli: Cli, tmp_path: Path
 
 
 def test_TU_3_all_failing_saves_nothing_and_exits_non_zero(cli: Cli, tmp_path: Path) -> None:
+    began = time.monotonic()
     done = cli(*FAULTY, "--what", "raises,dies,dies-with-child", "--save", MARK=str(tmp_path))
     assert done.returncode == 1
+    assert time.monotonic() - began < 40, "a death is noticed at once, though a child holds the pipes open"
     assert "all 3 candidates failed" in done.stderr
     assert "nothing saved" in done.stderr
     assert "signal 11 (SIGSEGV)" in done.stderr
@@ -81,6 +83,15 @@ def test_TU_2_a_fault_on_one_rank_drops_the_candidate_on_all(cli: Cli) -> None:
     assert "what=zeros-on-1: wrong (rank 1)" in done.stdout
     assert "what=refused-on-1: refused (rank 1)" in done.stdout
     assert time.monotonic() - began < 30, "rank 0, which waits for rank 1, is not waited for"
+
+
+def test_a_rank_that_dies_after_its_answer_is_noticed_by_the_next_question(cli: Cli) -> None:
+    """It dies while rank 0 still measures. The next candidate is not to blame and nobody waits."""
+    began = time.monotonic()
+    done = cli(*FAULTY, "--what", "rank-1-dies-after,quick", "--limit", "45")
+    assert done.returncode == 0, done.stderr
+    assert "winner what=quick" in done.stdout
+    assert time.monotonic() - began < 40
 
 
 def test_refusals_and_spoilt_processes(cli: Cli) -> None:
@@ -118,6 +129,8 @@ def test_nothing_outlives_the_driver(toy_env: dict[str, str], tmp_path: Path, nu
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # A job in the background inherits that SIGINT is ignored; this one is to be interrupted.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for_visits(tmp_path, 2)
     process.send_signal(number)

@@ -8,7 +8,8 @@ arguments; what the op prints goes to standard error, of which the last lines ar
     {"id": 3, "do": "visit", "candidates": {phase: {...}}, "rounds": 10}  -> [{phase: us}, ...]
 
 A visit makes the op, compares its output with the reference, measures, and compares again: a candidate
-that is right once and wrong when repeated is wrong. The process ends when its input does, or with its parent.
+that is right once and wrong when repeated is wrong. The process ends when its input does, and dies with its
+parent, whatever the op is waiting for.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ import os
 import platform
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Mapping
-from queue import SimpleQueue
 from typing import Any
 
 from mori_tune.device import Device
@@ -99,13 +98,6 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def read_commands(into: SimpleQueue[dict[str, Any]]) -> None:
-    """End of input ends the process at once, whatever the op is waiting for."""
-    for line in sys.stdin:
-        into.put(json.loads(line))
-    os._exit(0)
-
-
 def main() -> None:
     name, reply_fd, parent, place = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     die_with(parent)
@@ -113,10 +105,8 @@ def main() -> None:
     sys.stdout.flush()
     os.dup2(2, 1)
     rank = Rank(load(name), Place(**place))
-    commands: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    threading.Thread(target=read_commands, args=(commands,), daemon=True).start()
-    while True:
-        command = commands.get()
+    for line in sys.stdin:
+        command = json.loads(line)
         print(json.dumps({"id": command["id"], **rank.answer(command)}), file=replies)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -51,6 +50,8 @@ class Faulty:
         return None
 
     def device(self, backend: str) -> Device:
+        inherited = [name for name in os.environ if name.startswith("TORCHELASTIC_")]
+        assert not inherited, f"a rank that joins torchrun's own store meets the wrong peers: {inherited}"
         return host_device(
             int(os.environ.get("TOY_UNITS_OF_RANK_1", "2")) if os.environ["RANK"] == "1" else 2
         )
@@ -93,9 +94,12 @@ class Trial:
         if what == "dies":
             print("last words of the dying", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        if what.endswith("-with-child") and os.fork() == 0:
+            time.sleep(600)  # holds every pipe of its parent open
         if what == "dies-with-child":
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             os.kill(os.getpid(), signal.SIGSEGV)
+        if what == "hangs-with-child":
+            time.sleep(600)
         if what in ("hangs", "waits"):
             time.sleep(600)
 
@@ -105,10 +109,13 @@ class Trial:
             raise WrongOutput("all zero, relative error 1.0")
 
     def measure(self) -> Mapping[str, float]:
+        if self.what == "rank-1-dies-after" and os.environ["RANK"] == "0":
+            time.sleep(0.08)  # rounds long enough for rank 1 to have answered, and died, before
         return {"run": TIMES_US.get(self.what, 80.0)}
 
     def close(self) -> None:
-        pass
+        if self.what == "rank-1-dies-after" and os.environ["RANK"] == "1":
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 FAULTY = Faulty()
