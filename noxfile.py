@@ -127,6 +127,7 @@ def bench_smoke(session: nox.Session) -> None:
     sync(session, "--all-packages", "--group=dev")
     session.run("mori-shmem-bench")
     session.run("mori-gemm-ar-bench")
+    session.run("mori-tune", "run", "--op", "mori_tune.example:COPY")
 
 
 @nox.session

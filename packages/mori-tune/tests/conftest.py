@@ -96,7 +96,7 @@ class FakeCrew:
             rounds = [
                 {p: self.time_of(c, rank) for p, c in chosen.items()} for _ in range(question["rounds"])
             ]
-            answers.append({"rounds": rounds, "moved_bytes": {}})
+            answers.append({"rounds": rounds, "moved_bytes": {}, "error": {}})
         return answers
 
     def time_of(self, candidate: Candidate, rank: int) -> float:

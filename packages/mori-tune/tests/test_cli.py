@@ -79,7 +79,8 @@ def test_one_command_tunes_saves_verifies_and_explains_a_batch(cli: Cli, tmp_pat
     )
     assert run.returncode == 0, run.stderr
     lines = (tmp_path / "results").read_text().splitlines()
-    results = [json.loads(line.removeprefix("RESULT_JSON ")) for line in lines]
+    results = [json.loads(line) for line in lines]
+    assert [f"RESULT_JSON {line}" in run.stdout for line in lines] == [True] * 8
     assert len(results) == 8
     wanted = (
         "op backend device world_size mode shape median_us min_us max_us spread_pct max_rank_time_us wall_us"

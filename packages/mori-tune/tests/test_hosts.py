@@ -174,7 +174,10 @@ def test_a_fault_on_another_host_costs_its_slot_only(
         (["--hosts", "localhost,b", "--python", "/no/python"], "lost the agent on b"),
         (["--hosts", "b,b"], "once each"),
         (["--hosts", "localhost,b", "--world-size", "3"], "--world-size 3, but"),
-        (["--env", "A=1"], "need --hosts"),
+        (["--env", "A=1"], "of no effect without --hosts"),
+        (["--python", "x", "--workdir", "/"], "--python, --workdir: of no effect without --hosts"),
+        (["--hosts", "localhost", "--container", "c"], "--local-container?"),
+        (["--hosts", "b", "--local-container", "c"], "does not name this machine"),
         (["--hosts", "localhost", "--local-container", "missing"], "No such container"),
     ],
 )
@@ -182,7 +185,8 @@ def test_a_host_that_cannot_be_used_is_an_error_with_its_own_words(
     cli: Cli, fakes: tuple[dict[str, str], Path], tmp_path: Path, options: list[str], said: str
 ) -> None:
     env, _ = fakes
-    done = cli("run", "--op", "toy_op.op:TOY", "--ranks-per-host", "1", *options, **env)
+    each = ["--ranks-per-host", "1"] if "--hosts" in options else []
+    done = cli("run", "--op", "toy_op.op:TOY", *each, *options, **env)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

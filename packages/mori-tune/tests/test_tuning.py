@@ -132,7 +132,7 @@ def test_phases_are_confirmed_together_with_their_own_winners(fake_crew: Any, tu
             return [{}] * 2
         asked.append(question["candidates"])
         row = {p: times[c["name"]][p] for p, c in question["candidates"].items()}
-        return [{"rounds": [row] * question["rounds"], "moved_bytes": {}}] * 2
+        return [{"rounds": [row] * question["rounds"], "moved_bytes": {}, "error": {}}] * 2
 
     crew.ask = ask
     tuned = tune_fake(times, crew, phases=("dispatch", "combine"))

@@ -79,6 +79,8 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the winners as rules: to this .json file or folder, or to the user's folder",
     )
+    parser.add_argument("--verbose", action="store_true", help="every visit's table (MORI_EP_TUNING_VERBOSE)")
+    parser.add_argument("--trace", metavar="FILE", help="write the visits as a Chrome trace")
     margin = as_setting("MORI_EP_TUNING_MARGIN")
     parser.add_argument(
         "--margin", type=margin, help="gain over the default that is asked for (MORI_EP_TUNING_MARGIN)"

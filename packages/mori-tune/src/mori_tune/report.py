@@ -8,13 +8,12 @@ The worst rank stands beside it to show stragglers; it is neither saved nor used
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
+from mori_tune.rows import result_row
 from mori_tune.rules.format import Query
 from mori_tune.rules.saving import METRIC
 from mori_tune.search import Failure, Request, Standing, Times
@@ -210,60 +209,33 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def result_json(tuned: Tuned, phase: str, op: str, backend: str) -> str:
-    """The line every bench of this project prints, with the tuner's own fields after the common ones."""
+def row_of(tuned: Tuned, phase: str, op: str) -> dict[str, Any]:
+    """The winner's RESULT_JSON row, with the tuner's own fields after those that every row has."""
     winner = tuned.verdicts[phase].winner
-    averages = [t.average(phase) for t in kept_times(tuned, phase)]
-    fields = {
-        "op": op,
-        "backend": backend,
-        "device": str(tuned.device),
-        "world_size": tuned.world_size,
-        "mode": f"tune-{phase}",
-        "shape": dict(tuned.problem.values),
-        "median_us": middle(averages),
-        "min_us": min(averages),
-        "max_us": max(averages),
-        "spread_pct": 100 * winner.spread,
-        "max_rank_time_us": winner.worst_rank_us,
-        "wall_us": None,  # of a call; a sweep has none
-        "host_enqueue_us": None,
-        "rel_l2": None,
-        "validated": True,
-        "reps": tuned.how.rounds,
-        "commit": commit_of(Path(__file__)),
-        "versions": dict(tuned.versions),
-        "average_us": winner.average_us,
-        "tuning_s": round(tuned.wall_s, 3),
-        "scope": tuned.how.scope,
-        "candidates": len(tuned.candidates),
-        "visits": tuned.num_visits,
-        "failed": len(tuned.search.failures()),
-        "winner": tuned.winner(phase).as_dict(),
-    }
-    return f"RESULT_JSON {json.dumps(fields)}"
-
-
-def commit_of(file: Path) -> str | None:
-    """Of the checkout that this file is part of; None if it is installed, or there is no git."""
-    git = ["git", "-C", str(file.parent)]
-    try:
-        subprocess.run([*git, "ls-files", "--error-unmatch", file.name], check=True, capture_output=True)
-        done = subprocess.run(
-            [*git, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def kept_times(tuned: Tuned, phase: str) -> Iterable[Times]:
-    return tuned.search.kept(tuned.verdicts[phase].winner.index, phase)
-
-
-def middle(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    return result_row(
+        op=op,
+        device=tuned.device,
+        world_size=tuned.world_size,
+        mode=f"tune-{phase}",
+        problem=tuned.problem,
+        phase=phase,
+        kept=tuned.search.kept(winner.index, phase),
+        slow_us=[times.average(phase) for times in tuned.search.slow(winner.index, phase)],
+        spread=winner.spread,
+        rounds=tuned.how.rounds,
+        warmup=tuned.how.warmup,
+        versions=tuned.versions,
+        validated=True,  # each of its visits was compared with the reference, before and after
+        extra={
+            "average_us": winner.average_us,
+            "tuning_s": round(tuned.wall_s, 3),
+            "scope": tuned.how.scope,
+            "candidates": len(tuned.candidates),
+            "visits": tuned.num_visits,
+            "failed": len(tuned.search.failures()),
+            "winner": tuned.winner(phase).as_dict(),
+        },
+    )
 
 
 def rule_values(tuned: Tuned, query: Query) -> dict[str, Any]:

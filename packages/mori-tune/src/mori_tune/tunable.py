@@ -59,8 +59,11 @@ class Place:
 
 
 class Trial(Protocol):
-    def check(self) -> None:
-        """Run once and compare with the reference; raise WrongOutput with what differs."""
+    def check(self) -> Mapping[str, float] | None:
+        """Run once and compare with the reference; raise WrongOutput with what differs.
+
+        May return the error that was measured, as `rel_l2` or `mismatched_rows`, for the result row.
+        """
 
     def measure(self) -> Mapping[str, float]:
         """One round, all ranks together: microseconds of each phase, as this rank saw it."""

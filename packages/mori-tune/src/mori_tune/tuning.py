@@ -143,10 +143,13 @@ class Slots:
             self.used += 1
             return failure.failure
         self.used += 1
-        moved = [a["moved_bytes"] for a in answers]
         try:
             return gather_times(
-                [a["rounds"] for a in answers], self.phases, warmup=self.how.warmup, moved_bytes=moved
+                [answer["rounds"] for answer in answers],
+                self.phases,
+                warmup=self.how.warmup,
+                moved_bytes=[answer["moved_bytes"] for answer in answers],
+                errors=[answer["error"] for answer in answers],
             )
         except TuneError as error:
             return Failure("raised", None, str(error))

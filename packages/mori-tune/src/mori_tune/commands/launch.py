@@ -30,13 +30,38 @@ def world_size_of(options: argparse.Namespace) -> int:
     if is_under_torchrun(os.environ):
         found, source = int(os.environ["WORLD_SIZE"]), "torchrun's WORLD_SIZE"
     elif getattr(options, "hosts", None):
-        found = len(options.hosts.split(",")) * options.ranks_per_host
+        found = len(options.hosts.split(",")) * ranks_per_host(options)
         source = "--hosts and --ranks-per-host"
     else:
         return asked or DEFAULT_WORLD_SIZE
     if asked not in (None, found):
         raise LaunchError(f"--world-size {asked}, but {source} make {found}")
     return found
+
+
+def ranks_per_host(options: argparse.Namespace) -> int:
+    return int(options.ranks_per_host or 8)
+
+
+def refuse_idle_options(options: argparse.Namespace) -> None:
+    """An option that would have no effect is a misunderstanding."""
+    names = ("ranks_per_host", "master_addr", "container", "local_container", "python", "workdir", "env")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if given and not options.hosts:
+        raise LaunchError(f"{', '.join(given)}: of no effect without --hosts")
+    if options.hosts and is_under_torchrun(os.environ):
+        raise LaunchError(
+            "--hosts under torchrun: torchrun has started the ranks already; leave --hosts away"
+        )
+    here = [name in HERE for name in (options.hosts or "").split(",")]
+    if options.container and all(here):
+        raise LaunchError(
+            "--container: of no effect, since --hosts names no other machine; --local-container?"
+        )
+    if options.local_container and not any(here):
+        raise LaunchError(
+            "--local-container: of no effect, since --hosts does not name this machine (localhost)"
+        )
 
 
 def hosts_of(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Host]:
@@ -47,7 +72,7 @@ def hosts_of(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Ho
     for name in names:
         here = name in HERE
         container = options.local_container if here else options.container
-        python = sys.executable if here and container is None else options.python
+        python = sys.executable if here and container is None else options.python or "python3"
         found.append(
             Host(name, container, python, None if here and container is None else options.workdir, environ)
         )
@@ -55,6 +80,7 @@ def hosts_of(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Ho
 
 
 def stations_for(options: argparse.Namespace, events: Events) -> tuple[list[Station], str, dict[str, str]]:
+    refuse_idle_options(options)
     world_size = world_size_of(options)
     plan = StationPlan(
         options.op,
@@ -71,9 +97,7 @@ def stations_for(options: argparse.Namespace, events: Events) -> tuple[list[Stat
         address = options.master_addr or (
             os.uname().nodename if hosts[0].is_here else hosts[0].name.split("@")[-1]
         )
-        return stations_on(hosts, options.ranks_per_host, plan, events, show), address, environ
-    if options.env or options.container or options.local_container or options.workdir or options.master_addr:
-        raise LaunchError("--env, --container, --local-container, --workdir and --master-addr need --hosts")
+        return stations_on(hosts, ranks_per_host(options), plan, events, show), address, environ
     if is_under_torchrun(os.environ):
         return gather_agents(plan, events, os.environ), os.environ["MASTER_ADDR"], {}
     return [LocalStation(plan, events)], "127.0.0.1", {}

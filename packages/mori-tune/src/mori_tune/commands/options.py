@@ -59,11 +59,9 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--warmup", type=positive, default=1, help="rounds dropped from the start of a visit")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
-    parser.add_argument("--json", metavar="FILE", help="append the RESULT_JSON lines to this file")
-    parser.add_argument("--trace", metavar="FILE", help="write the visits as a Chrome trace")
+    parser.add_argument("--json", metavar="FILE", help="also append each result to this file")
     limit = as_setting("MORI_TUNE_LIMIT_S")
     parser.add_argument("--limit", type=limit, metavar="S", help="time limit of one slot (MORI_TUNE_LIMIT_S)")
-    parser.add_argument("--verbose", action="store_true", help="every visit's table (MORI_EP_TUNING_VERBOSE)")
     parser.add_argument("--show-output", action="store_true", help="what the ranks print")
 
 
@@ -72,11 +70,11 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hosts", metavar="A,B", help="start agents there through ssh; 'localhost' is this machine"
     )
-    group.add_argument("--ranks-per-host", type=positive, default=8, metavar="N")
+    group.add_argument("--ranks-per-host", type=positive, metavar="N", help="default 8")
     group.add_argument("--master-addr", metavar="ADDR", help="where ranks meet (default: the first host)")
     group.add_argument("--container", metavar="NAME", help="run the other hosts' ranks in this container")
     group.add_argument("--local-container", metavar="NAME", help="run this machine's ranks in this container")
-    group.add_argument("--python", default="python3", help="the interpreter on the other hosts")
+    group.add_argument("--python", help="the interpreter on the other hosts (default python3)")
     group.add_argument("--workdir", metavar="DIR", help="the folder to start in on the other hosts")
     group.add_argument(
         "--env",

@@ -16,6 +16,7 @@ from mori_tune.commands.options import refuse_quick_save, save_target
 from mori_tune.device import Device
 from mori_tune.errors import NoWinner, SaveRefused, SettingError, SpaceError
 from mori_tune.journal import Journal
+from mori_tune.rows import emit
 from mori_tune.rules.format import Query
 from mori_tune.rules.saving import check_target, save_rules
 from mori_tune.settings import Settings, settings
@@ -88,6 +89,7 @@ class Batch:
 
     def run(self, crew: Crew) -> None:
         device, versions = describe(crew)
+        self.options.world_size = crew.world_size  # known only now: torchrun or the hosts may have decided it
         problems = self.tunable.problems(self.options, device)
         queries = [self.queries(problem, device) for problem in problems]
         if self.target is not None:
@@ -160,11 +162,7 @@ class Batch:
 
     def emit(self, tuned: Tuned) -> None:
         for phase in tuned.search.phases:
-            line = report.result_json(tuned, phase, self.tunable.name, tuned.device.backend)
-            print(line, flush=True)
-            if self.options.json:
-                with open(self.options.json, "a") as file:
-                    file.write(line + "\n")
+            emit(report.row_of(tuned, phase, self.tunable.name), self.options.json)
 
     def why_nothing(self) -> str:
         if self.target is None:

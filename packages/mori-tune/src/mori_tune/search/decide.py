@@ -251,6 +251,11 @@ class Search:
         """The visits that count, slow ones left out."""
         return self._know(index, phase).kept
 
+    def slow(self, index: int, phase: str) -> list[Times]:
+        """The visits that were set aside."""
+        kept = {id(times) for times in self.kept(index, phase)}
+        return [v.times for v in self.entries[index].visits if id(v.times) not in kept]
+
     def standing(self, index: int, phase: str) -> Standing:
         kept = self.kept(index, phase)
         averages = [times.average(phase) for times in kept]

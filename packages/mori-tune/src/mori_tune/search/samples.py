@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
@@ -22,6 +22,9 @@ class Times:
 
     by_phase: Mapping[str, Sequence[Sequence[float]]]
     moved_bytes: Mapping[str, float]  # mean over the ranks, for the bandwidth column; may be empty
+    error: Mapping[str, float] = field(
+        default_factory=dict
+    )  # the worst rank's, as the op's check measures it
 
     def average(self, phase: str) -> float:
         return fmean(fmean(ranks) for ranks in self.by_phase[phase])
@@ -39,7 +42,7 @@ class Times:
         return (max(rounds) - min(rounds)) / median(rounds)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"by_phase": dict(self.by_phase), "moved_bytes": dict(self.moved_bytes)}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def gather_times(
     *,
     warmup: int,
     moved_bytes: Sequence[Mapping[str, float]] = (),
+    errors: Sequence[Mapping[str, float]] = (),
 ) -> Times:
     """One visit from `per_rank[rank][round][phase]`; ranks must agree on rounds and phases."""
     counts = {len(rounds) for rounds in per_rank}
@@ -84,4 +88,10 @@ def gather_times(
         for p in phases
         if moved_bytes and all(p in b for b in moved_bytes)
     }
-    return Times(by_phase, sizes)
+    return Times(by_phase, sizes, worst_of(errors))
+
+
+def worst_of(errors: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest of each kind of error."""
+    names = sorted({name for error in errors for name in error})
+    return {name: max(error[name] for error in errors if name in error) for name in names}

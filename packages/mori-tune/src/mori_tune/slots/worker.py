@@ -27,6 +27,7 @@ from typing import Any
 
 from mori_tune.device import Device
 from mori_tune.errors import Refused, TuneError, WrongOutput
+from mori_tune.search.samples import worst_of
 from mori_tune.spaces.space import Candidate
 from mori_tune.tunable import Place, Problem, Session, Tunable, load
 
@@ -61,12 +62,17 @@ class Rank:
         by_phase = {phase: Candidate.of(values) for phase, values in command["candidates"].items()}
         trial = self.session.make(by_phase)
         try:
-            trial.check()
+            before = trial.check()
             rounds = [{p: float(us) for p, us in trial.measure().items()} for _ in range(command["rounds"])]
-            trial.check()
+            after = trial.check()
         finally:
             trial.close()
-        return {"rounds": rounds, "moved_bytes": {p: float(b) for p, b in self.session.moved_bytes().items()}}
+        return {
+            "rounds": rounds,
+            "moved_bytes": {p: float(b) for p, b in self.session.moved_bytes().items()},
+            # An op that only says right or wrong has mismatched nothing.
+            "error": worst_of([e for e in (before, after) if e]) or {"mismatched_rows": 0},
+        }
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
         try:
