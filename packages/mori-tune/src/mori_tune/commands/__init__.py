@@ -1,0 +1,1 @@
+"""The subcommands of `mori-tune`, one module each."""

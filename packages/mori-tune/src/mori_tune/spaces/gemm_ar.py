@@ -1,0 +1,168 @@
+"""The fused GEMM + all-reduce: tile, chunks, queues, reduce grid, pull blocks, bands.
+
+A mode has only the parameters that its phases read, so that no sweep measures the same thing twice:
+
+    tile            GPU targets        rows x columns x depth of a workgroup's tile
+    chunks          fused-sdma         puts per destination; each is a whole number of row bands
+    sdma_queues     where sdma carries copy queues to each peer
+    reduce_blocks   GPU targets        grid of the reduction, where ranks meet at all
+    pull_blocks     gather by lsa      pieces of a pull; throttles the outstanding remote requests
+    gather_bands    gather by sdma     pieces in which reduced rows leave early; 0 = after all are reduced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mori_tune.errors import SpaceError
+from mori_tune.spaces.hardware import Hardware, split_workers
+from mori_tune.spaces.space import Constraint, Parameter, Space, Value
+
+MODES = ("gemm-only", "split-sdma", "fused-sdma", "split-lsa", "fused-lsa")
+TILES = {  # by backend; the first is what runs untuned
+    "host": (),  # torch chooses there
+    "cuda": ("128x128x128", "128x256x128", "256x128x128"),
+    "rocm": ("256x256x128", "128x256x128", "256x128x128", "128x128x128"),
+}
+PIPELINE_STAGES = 2  # the least that hides a load behind a multiplication
+REDUCE_BLOCKS = (24, 64, 128, 256)
+PULL_BLOCKS = (32, 48, 64, 80, 128)
+
+
+@dataclass(frozen=True)
+class GemmArShape:
+    """What the constraints need to know of the call; `m` rows in all, a destination owns m / num_ranks."""
+
+    m: int
+    num_ranks: int
+    mode: str
+    backend: str
+    gather_dtype: str = "bf16"
+    gather_transport: str | None = None  # None: as the op chooses by itself
+    element_bytes: int = 1
+    band_rows: int = 256  # of one row band, where the tile does not say
+    overlapped: bool = False  # the reduction runs inside the GEMM's grid and takes workers from it
+
+    @property
+    def communicates(self) -> bool:
+        return self.mode != "gemm-only"
+
+    @property
+    def transport(self) -> str | None:
+        """How finished rows travel; None where nothing does."""
+        if not self.communicates:
+            return None
+        pulled = self.gather_dtype == "fp8" or self.mode.endswith("-lsa")
+        return self.gather_transport or ("lsa" if pulled else "sdma")
+
+    def num_bands(self, values: Mapping[str, Any]) -> int:
+        """Row bands of one destination."""
+        band_rows = tile_of(values["tile"])[0] if "tile" in values else self.band_rows
+        rows = -(-self.m // self.num_ranks)
+        return max(1, -(-rows // band_rows))
+
+
+def tile_of(text: str) -> tuple[int, int, int]:
+    """ "256x128x128" as (rows, columns, depth)."""
+    parts = text.split("x")
+    if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise SpaceError(f"tile {text!r}: wanted ROWSxCOLUMNSxDEPTH, for example 128x128x128")
+    rows, columns, depth = map(int, parts)
+    return rows, columns, depth
+
+
+def loader_refuses(shape: GemmArShape) -> Callable[[Mapping[str, Any], Hardware], str | None]:
+    def refuses(values: Mapping[str, Any], hardware: Hardware) -> str | None:
+        rows, columns, depth = tile_of(values["tile"])
+        for side, name in ((rows, "rows"), (columns, "columns")):
+            nbytes = side * depth * shape.element_bytes
+            left = nbytes % hardware.loader_bytes
+            if left:
+                size = f"{side} {name} x {depth} x {shape.element_bytes} bytes = {nbytes}"
+                return f"{size}, of which the loader's steps of {hardware.loader_bytes} leave {left}"
+        return None
+
+    return refuses
+
+
+def shared_memory_refuses(shape: GemmArShape) -> Callable[[Mapping[str, Any], Hardware], str | None]:
+    def refuses(values: Mapping[str, Any], hardware: Hardware) -> str | None:
+        rows, columns, depth = tile_of(values["tile"])
+        nbytes = PIPELINE_STAGES * (rows + columns) * depth * shape.element_bytes
+        if nbytes > hardware.shared_bytes:
+            return f"{PIPELINE_STAGES} stages take {nbytes} bytes of {hardware.shared_bytes}"
+        return None
+
+    return refuses
+
+
+def chunks_refuse(shape: GemmArShape) -> Callable[[Mapping[str, Any], Hardware], str | None]:
+    def refuses(values: Mapping[str, Any], hardware: Hardware) -> str | None:
+        bands = shape.num_bands(values)
+        if bands % values.get("chunks", 1):
+            return f"{bands} row bands of a destination do not divide into {values['chunks']} chunks"
+        return None
+
+    return refuses
+
+
+def workers_refuse(shape: GemmArShape) -> Callable[[Mapping[str, Any], Hardware], str | None]:
+    def refuses(values: Mapping[str, Any], hardware: Hardware) -> str | None:
+        if not shape.overlapped or "reduce_blocks" not in values:
+            return None
+        try:
+            split_workers(hardware.compute_units, values["reduce_blocks"])
+        except SpaceError as error:
+            return str(error)
+        return None
+
+    return refuses
+
+
+def chunk_choices(shape: GemmArShape) -> Callable[[Hardware, Mapping[str, Any]], Iterable[Value]]:
+    """One chunk, and the three largest divisors of the bands up to 8; smaller copies no longer pay."""
+
+    def choices(hardware: Hardware, chosen: Mapping[str, Any]) -> list[Value]:
+        bands = shape.num_bands(chosen)
+        divisors = [c for c in range(2, 9) if bands % c == 0]
+        return [1, *divisors[-3:]]
+
+    return choices
+
+
+def parameters_of(shape: GemmArShape) -> tuple[Parameter, ...]:
+    tiles, found = TILES[shape.backend], []
+    if tiles:
+        found.append(Parameter("tile", tiles, tiles[:1]))
+    if shape.mode == "fused-sdma":
+        found.append(Parameter("chunks", chunk_choices(shape)))
+    if shape.transport == "sdma" or shape.mode.endswith("sdma"):
+        found.append(Parameter("sdma_queues", (1, 2), (1,)))
+    if shape.communicates and shape.backend != "host":
+        found.append(Parameter("reduce_blocks", REDUCE_BLOCKS, REDUCE_BLOCKS[::2]))
+    if shape.transport == "lsa":
+        found.append(Parameter("pull_blocks", PULL_BLOCKS, PULL_BLOCKS[::2]))
+    if shape.transport == "sdma" and shape.gather_dtype == "bf16":
+        found.append(Parameter("gather_bands", (0, 4, 16), (0,)))
+    return tuple(found)
+
+
+def grid_size(values: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(
+        int(values.get(name, 0))
+        for name in ("reduce_blocks", "pull_blocks", "sdma_queues", "chunks", "gather_bands")
+    )
+
+
+def gemm_ar_space(hardware: Hardware, shape: GemmArShape) -> Space:
+    if shape.mode not in MODES:
+        raise SpaceError(f"mode {shape.mode!r}: wanted one of {', '.join(MODES)}")
+    if shape.backend not in TILES:
+        raise SpaceError(f"backend {shape.backend!r}: wanted one of {', '.join(TILES)}")
+    constraints = [Constraint("chunks", chunks_refuse(shape)), Constraint("workers", workers_refuse(shape))]
+    if TILES[shape.backend]:
+        constraints.append(Constraint("tile", loader_refuses(shape)))
+        constraints.append(Constraint("shared memory", shared_memory_refuses(shape)))
+    return Space(f"gemm-ar-{shape.mode}", hardware, parameters_of(shape), tuple(constraints), grid_size)
