@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import mori_shmem
@@ -30,6 +30,7 @@ from mori_shmem.errors import (
     TransportInert,
     UnsupportedShape,
 )
+from mori_shmem.settings import Snapshot
 
 from mori_gemm_ar.options import Options, resolve
 from mori_gemm_ar.plan import Plan
@@ -86,7 +87,7 @@ class GemmAllReduce:
             gather_bands=gather_bands,
             publish=publish,
             pull_blocks=pull_blocks,
-            default_pull_blocks=self.settings[PULL_BLOCKS],
+            default_pull_blocks=default_pull_blocks(self.settings, target),
         )
         check_sizes(comm.backend, n, k, m_max)
         self.comm, self.n, self.k, self.m_max = comm, n, k, m_max
@@ -316,6 +317,14 @@ class GemmAllReduce:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def default_pull_blocks(settings: Snapshot, target: ModuleType) -> int:
+    """What the environment says, or else what the target was tuned to."""
+    if settings.origin(PULL_BLOCKS) == "default":
+        tuned: int = target.DEFAULT_PULL_BLOCKS
+        return tuned
+    return settings[PULL_BLOCKS]
 
 
 class _Constant:

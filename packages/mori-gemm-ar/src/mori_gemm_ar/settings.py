@@ -11,10 +11,10 @@ TABLE = SettingsTable("mori-gemm-ar")
 PULL_BLOCKS = TABLE.add(
     Setting(
         "MORI_GEMM_AR_PULL_BLOCKS",
-        64,
+        16,
         low=1,
         high=MAX_PULL_BLOCKS,
-        doc="number of pieces in which finished rows are pulled from the peers (gather_transport='lsa')",
+        doc="number of pieces in which finished rows are pulled (lsa); unset: what the target was tuned to",
     )
 )
 SELF_TEST = TABLE.add(

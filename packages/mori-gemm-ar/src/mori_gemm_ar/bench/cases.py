@@ -8,7 +8,7 @@ an option goes to the modes in which it means something; if there is none, it is
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mori_shmem.errors import ArgumentError
@@ -22,7 +22,6 @@ from mori_gemm_ar.options import (
     Options,
     resolve,
 )
-from mori_gemm_ar.settings import PULL_BLOCKS, TABLE
 
 WIRE_OPTIONS = (
     "gather_dtype",
@@ -40,7 +39,7 @@ FP8_MODE = "fused-sdma"  # the one whose fp8 wires `all` shows without being ask
 
 @dataclass(frozen=True)
 class Case:
-    """One op to be measured. `given` are the options that were asked for, `options` what they lead to."""
+    """One op to be measured. `given` are the options asked for, `options` what they lead to before tuning."""
 
     given: dict[str, Any]
     options: Options
@@ -56,10 +55,6 @@ class Case:
         if not self.options.communicates:
             return "-"
         return f"{self.options.gather_dtype} {self.options.gather_transport}"
-
-    def settings(self) -> dict[str, object]:
-        """Every effective option; None where one does not apply."""
-        return asdict(self.options)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -109,8 +104,7 @@ def cases_from(args: argparse.Namespace) -> list[Case]:
 
 
 def _case(mode: str, quant: str, given: dict[str, Any]) -> Case:
-    blocks = TABLE.read()[PULL_BLOCKS]
-    options = resolve(mode=mode, quant=quant, default_pull_blocks=blocks, **given)
+    options = resolve(mode=mode, quant=quant, **given)
     return Case({"mode": mode, "quant": quant, **given}, options)
 
 

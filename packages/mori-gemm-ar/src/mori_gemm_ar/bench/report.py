@@ -150,8 +150,7 @@ def _result(measured: Measured, found: Run, args: argparse.Namespace) -> mori_be
         validated=measured.validated,
         rel_l2=measured.checked.rel_l2,
         settings={
-            **(case.settings() if case else {"all_reduce": "gloo"}),
-            **measured.plan,
+            **measured.settings,
             "seed": args.seed,
             "fallback": False,  # there is none: what cannot be honoured is refused
         },

@@ -15,7 +15,7 @@ import argparse
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import mori_bench
 import mori_shmem
@@ -60,7 +60,7 @@ class Measured:
     still_right: bool  # after the last repetition
     phases_us: dict[str, float]  # median over repetitions of the slowest rank
     window_bytes: int
-    plan: dict[str, int]
+    settings: dict[str, object]  # every effective option, and what the plan made of them
 
     @property
     def validated(self) -> bool:
@@ -200,7 +200,7 @@ def _measure(
                 still_right=again.ok and (again.digest == checked.digest or case is None),
                 phases_us=_phase_medians(comm.all_gather(contender.phase_runs[-args.reps :])),
                 window_bytes=op.window_bytes if op else 0,
-                plan=_plan_numbers(op, args.m) if op else {},
+                settings=_settings(op, args.m) if op else {"all_reduce": "gloo"},
             )
         )
     return found
@@ -216,9 +216,10 @@ def _phase_medians(ranks: list[list[dict[str, float]]]) -> dict[str, float]:
     }
 
 
-def _plan_numbers(op: GemmAllReduce, m: int) -> dict[str, int]:
+def _settings(op: GemmAllReduce, m: int) -> dict[str, object]:
     plan = op.plan(m)
     return {
+        **asdict(op.options),
         "bands_per_slice": plan.num_bands,
         "puts_per_slice": plan.num_chunks if plan.options.scatters_by_sdma else 0,
         "parts_per_slice": plan.num_parts if plan.options.gather_transport == "sdma" else 0,
