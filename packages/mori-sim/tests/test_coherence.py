@@ -435,6 +435,15 @@ def test_every_omission_in_sharing_lds_is_reported(kind, drop, rule, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_reader_and_a_writer_without_a_barrier_are_reported_whichever_comes_first(late, seed):
+    """Wave 0 reads, wave 1 writes, once; one of them runs when the other has ended."""
+    wait = f"s_cmp_lg_u32 s12, {late}\ns_cbranch_scc1 NOW\n" + "s_sleep 1\n" * 200 + "NOW:\n"
+    body = "s_cmp_eq_u32 s12, 0\ns_cbranch_scc1 READ\nds_write_b32 v1, v0\ns_branch END\nREAD:\nds_read_b32 v5, v2"
+    assert lds_rules(seed, OTHER + "\n" + wait + body) == {"lds"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_read_of_lds_must_be_over_before_the_barrier_that_lets_others_write(seed):
     late = {"get": "ds_read_b32 v5, v2", "wait refill": "s_waitcnt lgkmcnt(0)"}
     assert lds_rules(seed, program(LDS_PROGRAMS["ds_write_b32"], None, late)) == {"wait"}
