@@ -567,3 +567,24 @@ def test_the_end_of_a_kernel_publishes_what_the_option_says(reader, publishes, h
         b.machine.agent_reads("sdma 0", 0, data.ctypes.data, data.nbytes, "COPY source")
     rule = "a" if reader == "engine" else "c"
     assert rules(b) == (set() if publishes or home == 0 else {rule})
+
+
+# ------------------------------------------------------------------ options of the machine
+def test_the_first_report_can_end_the_run():
+    b = Bench(strict=True, stop_at_first_report=True)
+    data = b.array(np.zeros(64, np.uint32))
+    b.submit(
+        one_workgroup("global_load_dword v5, v1, s[4:5]\nv_mov_b32_e32 v6, v5"), [data.ctypes.data, 0, 0, 0]
+    )
+    with pytest.raises(RuntimeError, match="rule wait"):
+        b.run()
+
+
+@pytest.mark.parametrize(("num_xcds", "expected"), [(1, set()), (2, {"c"})])
+def test_workgroups_of_one_xcd_share_its_cache(num_xcds, expected):
+    b = Bench(strict=True, num_xcds=num_xcds, cus_per_xcd=2)
+    data, flag, out = (b.array(np.zeros(n, np.uint32)) for n in (128, 64, 128))
+    text = two_workgroups(program(producer("sc1", "sc1"), "write back"), program(consumer("sc1", "sc1")))
+    b.submit(text, [data.ctypes.data, flag.ctypes.data, out.ctypes.data, 0], grid=(2,), block=(128,))
+    b.run()
+    assert rules(b) == expected
