@@ -4,9 +4,8 @@
 import struct
 
 import numpy as np
-from triton._C.libtriton import amd, llvm
-
 from mori_sim import _exec
+from triton._C.libtriton import amd, llvm
 
 llvm.init_targets()
 LANES = 64

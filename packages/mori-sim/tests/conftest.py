@@ -52,6 +52,7 @@ def program() -> Callable[..., Outcome]:
 class Examples:
     outcome: Outcome
     code: Path  # the folder with the code objects they loaded
+    report: Path
 
     def code_object(self, kernel: str, holding: str = "") -> Path:
         """The code object of a kernel, of several the one that holds a certain instruction."""
@@ -64,7 +65,6 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Examples:
     """All FlyDSL kernels of examples.py, compiled and run once; other tests use the code objects."""
     if importlib.util.find_spec("flydsl") is None:
         pytest.skip("flydsl is not installed: pip install 'mori-sim[flydsl]'")
-    code = tmp_path_factory.mktemp("code")
-    return Examples(
-        run_program("examples.py", options=("--devices", "8", "--save-code", str(code)), timeout_s=200), code
-    )
+    code, report = tmp_path_factory.mktemp("code"), tmp_path_factory.mktemp("report") / "report.jsonl"
+    options = ("--devices", "8", "--save-code", str(code), "--report", str(report), "--counters")
+    return Examples(run_program("examples.py", options=options, timeout_s=200), code, report)

@@ -323,7 +323,10 @@ def test_rule_b_omission(drop, swap, rule, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("drop", "shared", "reported"), [(None, True, False), ("invalidate", True, True), ("invalidate", False, False)])
+@pytest.mark.parametrize(
+    ("drop", "shared", "reported"),
+    [(None, True, False), ("invalidate", True, True), ("invalidate", False, False)],
+)
 def test_signals_of_other_processes(drop, shared, reported, seed):
     """Data and flag change without the checker being told, as a peer's process does it. Own memory needs no acquire."""
     b = bench(seed)
@@ -384,20 +387,204 @@ def test_missing_wait_is_reported(body, what):
     assert what in found[0][1]
 
 
-def test_lds_dma_needs_wait_then_barrier_for_other_waves():
-    body = [("dma", "s_lshl_b32 m0, s12, 8\nglobal_load_lds_dword v1, s[4:5]"), ("wait", "s_waitcnt vmcnt(0)"), ("barrier", "s_barrier"),
-            ("read", "v_xor_b32_e32 v2, 256, v1\nds_read_b32 v5, v2\ns_waitcnt lgkmcnt(0)")]  # fmt: skip
-    for drop in (None, "wait", "barrier"):
-        found = []
-        for seed in SEEDS:
-            b = bench(seed)
-            data = b.array(np.zeros(256, np.uint32))
-            b.submit(one_workgroup(program(body, drop)), [data.ctypes.data, 0, 0, 0], lds=1024, block=(128,))
-            b.run()
-            found.append(rules(b))
-        if drop is None:
-            assert not any(found)
-        elif drop == "wait":
-            assert all(f == {"wait"} for f in found)
-        else:  # without the barrier a wave may also come before the other's DMA was issued at all
-            assert any(found)
+# ------------------------------------------------------------------ LDS shared by the waves of a workgroup
+OTHER = "v_xor_b32_e32 v2, 256, v1"  # the same item of the other of two waves
+
+
+def lds_program(
+    put: str, wait: str, get: str = "ds_read_b32 v5, v2\ns_waitcnt lgkmcnt(0)"
+) -> list[tuple[str, str]]:
+    """Two waves fill their halves, read each other's, and fill their own again."""
+    return [
+        ("address", OTHER), ("fill", put), ("wait fill", wait), ("barrier", "s_barrier"),
+        ("get", get), ("barrier before refill", "s_barrier"), ("refill", put), ("wait refill", wait),
+    ]  # fmt: skip
+
+
+LDS_PROGRAMS = {
+    "dma": lds_program("s_lshl_b32 m0, s12, 8\nglobal_load_lds_dword v1, s[4:5]", "s_waitcnt vmcnt(0)"),
+    "ds_write_b32": lds_program("ds_write_b32 v1, v0", "s_waitcnt lgkmcnt(0)"),
+    "ds_write_b8": lds_program("ds_write_b8 v1, v0", "s_waitcnt lgkmcnt(0)", "ds_read_u8 v5, v2\ns_waitcnt lgkmcnt(0)"),
+    "ds_write2_b32": lds_program("ds_write2_b32 v1, v0, v0 offset1:128", "s_waitcnt lgkmcnt(0)", "ds_read2_b32 v[6:7], v2 offset1:128\ns_waitcnt lgkmcnt(0)"),
+    "ds_add_u32": lds_program("ds_add_u32 v1, v4", "s_waitcnt lgkmcnt(0)"),
+    "flat": lds_program("v_mov_b32_e32 v10, v1\ns_mov_b64 s[14:15], src_shared_base\nv_mov_b32_e32 v11, s15\nflat_store_dword v[10:11], v0", "s_waitcnt vmcnt(0) lgkmcnt(0)"),
+}  # fmt: skip
+
+
+def lds_rules(seed: int, text: str, waves: int = 2) -> set[str]:
+    b = bench(seed)
+    data = b.array(np.zeros(256, np.uint32))
+    b.submit(one_workgroup(text), [data.ctypes.data, 0, 0, 0], lds=2048, block=(64 * waves,))
+    b.run()
+    return rules(b)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", LDS_PROGRAMS)
+def test_right_sharing_of_lds_passes(kind, seed):
+    assert lds_rules(seed, program(LDS_PROGRAMS[kind])) == set()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("drop", "rule"), [("wait fill", "wait"), ("barrier", "lds"), ("barrier before refill", "lds")]
+)
+@pytest.mark.parametrize("kind", LDS_PROGRAMS)
+def test_every_omission_in_sharing_lds_is_reported(kind, drop, rule, seed):
+    assert rule in lds_rules(seed, program(LDS_PROGRAMS[kind], drop))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_reader_and_a_writer_without_a_barrier_are_reported_whichever_comes_first(late, seed):
+    """Wave 0 reads, wave 1 writes, once; one of them runs when the other has ended."""
+    wait = f"s_cmp_lg_u32 s12, {late}\ns_cbranch_scc1 NOW\n" + "s_sleep 1\n" * 200 + "NOW:\n"
+    body = "s_cmp_eq_u32 s12, 0\ns_cbranch_scc1 READ\nds_write_b32 v1, v0\ns_branch END\nREAD:\nds_read_b32 v5, v2"
+    assert lds_rules(seed, OTHER + "\n" + wait + body) == {"lds"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_read_of_lds_must_be_over_before_the_barrier_that_lets_others_write(seed):
+    late = {"get": "ds_read_b32 v5, v2", "wait refill": "s_waitcnt lgkmcnt(0)"}
+    assert lds_rules(seed, program(LDS_PROGRAMS["ds_write_b32"], None, late)) == {"wait"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_waves_that_write_the_same_place_in_lds_are_reported(seed):
+    assert lds_rules(seed, "ds_write_b32 v3, v0\ns_waitcnt lgkmcnt(0)") == {"lds"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_narrow_writes_side_by_side_in_a_dword_are_no_race(seed):
+    assert (
+        lds_rules(
+            seed,
+            "v_lshl_add_u32 v2, v0, 1, s12\nv_and_b32_e32 v2, 126, v2\nv_or_b32_e32 v2, s12, v2\nds_write_b8 v2, v0",
+        )
+        == set()
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_by_atomics_are_no_race(seed):
+    assert (
+        lds_rules(seed, "ds_add_u32 v3, v4\nds_add_rtn_u32 v5, v3, v4\ns_waitcnt lgkmcnt(0)", waves=4)
+        == set()
+    )
+
+
+FLAG = [
+    ("which", "s_cmp_lg_u32 s12, 0\ns_cbranch_scc1 TAKE"),
+    ("data", "ds_write_b32 v1, v0"),
+    ("wait data", "s_waitcnt lgkmcnt(0)"),
+    ("give", ONLY_LANE_0 + "\nds_add_u32 v3, v4 offset:1024\ns_branch END"),
+    ("poll", "TAKE:\nv_mov_b32_e32 v8, 0\nPOLL:\n" + ONLY_LANE_0 + "\nds_add_rtn_u32 v6, v3, v8 offset:1024"),
+    ("wait poll", "s_waitcnt lgkmcnt(0)"),
+    (
+        "test",
+        "v_readfirstlane_b32 s13, v6\ns_sleep 1\ns_cmp_eq_u32 s13, 0\ns_cbranch_scc1 POLL\ns_mov_b64 exec, -1",
+    ),
+    ("take", OTHER + "\nds_read_b32 v5, v2\ns_waitcnt lgkmcnt(0)"),
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("drop", "expected"), [(None, set()), ("wait data", {"lds"})])
+def test_an_atomic_flag_in_lds_orders_what_was_waited_for(drop, expected, seed):
+    assert lds_rules(seed, program(FLAG, drop)) == expected
+
+
+# ------------------------------------------------------------------ a buffer reused before the copy out of it is over
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("drop", [None, "poll", "wait poll"])
+def test_a_store_over_what_an_engine_still_reads_is_reported(drop, late, seed):
+    """The kernel rings the bell, waits for the engine's signal, and fills the source again. The engine reads at
+    once, or as late as it can."""
+    fill = "v_add_u32_e32 v5, 7, v0\nglobal_store_dword v1, v5, s[4:5] sc0 sc1"
+    steps = [
+        ("fill", fill),
+        ("wait fill", "s_waitcnt vmcnt(0)"),
+        ("bell", "global_store_dword v3, v4, s[6:7] sc0 sc1"),
+        ("poll", "POLL:\nglobal_load_dword v6, v3, s[8:9] sc0 sc1"),
+        ("wait poll", "s_waitcnt vmcnt(0)"),
+        ("test", "v_readfirstlane_b32 s13, v6\ns_sleep 1\ns_cmp_eq_u32 s13, 0\ns_cbranch_scc1 POLL"),
+        ("refill", fill),
+    ]
+    text = program(steps, drop, {"test": ""} if drop == "poll" else None)
+    b = bench(seed)
+    data, bell, signal = (
+        b.array(np.zeros(64, np.uint32)),
+        b.array(np.zeros(64, np.uint32)),
+        b.array(np.zeros(64, np.uint32)),
+    )
+    b.submit(one_workgroup(text), [data.ctypes.data, bell.ctypes.data, signal.ctypes.data, 0])
+    while not bell[0]:
+        assert b.machine.run(1) != "fault", b.machine.fault()
+    if late:
+        b.machine.run(200)
+    b.machine.agent_observed("sdma 0", 0, bell.ctypes.data, 8)
+    b.machine.agent_reads("sdma 0", 0, data.ctypes.data, data.nbytes, "COPY source")
+    signal[0] = 1
+    b.machine.agent_writes("sdma 0", 0, signal.ctypes.data, 8, "ATOMIC")
+    b.run()
+    found = rules(b)
+    if drop is None:
+        assert found == set()
+    elif drop == "poll":
+        assert found == ({"a"} if late else {"order"})
+    else:
+        assert "wait" in found
+
+
+# ------------------------------------------------------------------ what the end of a kernel publishes
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("home", [0, 1])
+@pytest.mark.parametrize("publishes", [True, False])
+@pytest.mark.parametrize("reader", ["kernel", "engine", "signal"])
+def test_the_end_of_a_kernel_publishes_what_the_option_says(reader, publishes, home, seed):
+    """With agent scope only the device's own memory: what lies on another device needs buffer_wbl2 sc0 sc1."""
+    b = Bench(
+        strict=True, order="random", seed=seed, xcd_seed=seed, slice=64, end_of_kernel_publishes=publishes
+    )
+    data, out = b.array(np.zeros(128, np.uint32), home=home), b.array(np.zeros(128, np.uint32), home=1)
+    args = [data.ctypes.data, out.ctypes.data, 0, 0]
+    b.submit(one_workgroup("global_store_dword v1, v0, s[4:5]"), args, block=(128,))
+    b.run()
+    if reader == "kernel":
+        b.submit(
+            one_workgroup("global_load_dword v5, v1, s[4:5]\ns_waitcnt vmcnt(0)"),
+            args,
+            block=(128,),
+            device=1,
+        )
+    elif reader == "signal":
+        b.submit(one_workgroup("global_store_dword v3, v4, s[6:7] sc0 sc1"), args)
+    b.run()
+    if reader == "engine":
+        b.machine.agent_joined("host", 1)
+        b.machine.agent_joined("sdma 0", 1)
+        b.machine.agent_reads("sdma 0", 0, data.ctypes.data, data.nbytes, "COPY source")
+    rule = "a" if reader == "engine" else "c"
+    assert rules(b) == (set() if publishes or home == 0 else {rule})
+
+
+# ------------------------------------------------------------------ options of the machine
+def test_the_first_report_can_end_the_run():
+    b = Bench(strict=True, stop_at_first_report=True)
+    data = b.array(np.zeros(64, np.uint32))
+    b.submit(
+        one_workgroup("global_load_dword v5, v1, s[4:5]\nv_mov_b32_e32 v6, v5"), [data.ctypes.data, 0, 0, 0]
+    )
+    with pytest.raises(RuntimeError, match="rule wait"):
+        b.run()
+
+
+@pytest.mark.parametrize(("num_xcds", "expected"), [(1, set()), (2, {"c"})])
+def test_workgroups_of_one_xcd_share_its_cache(num_xcds, expected):
+    b = Bench(strict=True, num_xcds=num_xcds, cus_per_xcd=2)
+    data, flag, out = (b.array(np.zeros(n, np.uint32)) for n in (128, 64, 128))
+    text = two_workgroups(program(producer("sc1", "sc1"), "write back"), program(consumer("sc1", "sc1")))
+    b.submit(text, [data.ctypes.data, flag.ctypes.data, out.ctypes.data, 0], grid=(2,), block=(128,))
+    b.run()
+    assert rules(b) == expected

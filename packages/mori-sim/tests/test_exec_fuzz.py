@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 from asm950 import Bench
-
 from mori_sim import _exec
 
 HEADS = [

@@ -80,7 +80,12 @@ faults.sum_slices(code, ctypes.addressof(ordinary), 512, hip.malloc(512), 32)
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MORI_SIM_DEVICES", "9"), ("MORI_SIM_COPY_DELAY_US", "soon"), ("MORI_SIM_MFMA_ORDER", "fast")],
+    [
+        ("MORI_SIM_DEVICES", "9"),
+        ("MORI_SIM_COPY_DELAY_US", "soon"),
+        ("MORI_SIM_MFMA_ORDER", "fast"),
+        ("MORI_SIM_KERNEL_END", "never"),
+    ],
 )
 def test_a_bad_setting_is_named(program, name, value):
     # MORI_SIM_DEVICES is set by `run` itself, so it is set again below it.

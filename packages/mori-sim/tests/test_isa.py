@@ -5,7 +5,6 @@ import random
 
 import pytest
 from asm950 import assemble
-
 from mori_sim import _exec
 
 # Rows LLVM's gfx950 assembler has no spelling for in this form: other members of the family have them.

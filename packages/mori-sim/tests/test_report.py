@@ -1,6 +1,9 @@
 """The report file, the exit code, and the files that other packages share with this one."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,17 +46,13 @@ def test_counters_of_processes_add_up_and_broken_rules_are_grouped(tmp_path):
     assert not found.clean
 
 
-def test_the_counters_of_a_run_are_kept(program, examples, tmp_path):
-    path = tmp_path / "r.jsonl"
-    outcome = program("examples.py", "matmul_wide", options=("--report", str(path), "--counters"))
-    assert outcome.code == 0, outcome.output
-    (kernel,) = report.read(path).kernels.items()
-    name, counts = kernel
-    assert name == "matmul_direct_0"
-    assert counts["workgroups"] == counts["waves"] == 2 * 9
-    assert counts["mfma"] == 18 * 3  # a block of 128 k each
-    assert counts["mfma_flops"] == 18 * 3 * 2 * 16 * 16 * 128
-    assert "matmul_direct_0: 1 launches" in outcome.output
+def test_the_counters_of_a_run_are_kept(examples):
+    counts = report.read(examples.report).kernels["matmul_direct_0"]
+    assert counts["dispatches"] == 2  # one takes 128 k in an MFMA, the other 32
+    assert counts["workgroups"] == counts["waves"] == 2 * 18
+    assert counts["mfma"] == 18 * 3 + 18 * 12
+    assert counts["mfma_flops"] == 2 * 18 * 3 * 2 * 16 * 16 * 128
+    assert "matmul_direct_0: 2 launches" in examples.outcome.output
 
 
 @pytest.mark.parametrize(
@@ -62,6 +61,29 @@ def test_the_counters_of_a_run_are_kept(program, examples, tmp_path):
 )
 def test_the_program_s_own_exit_code_is_kept(program, code, expected):
     assert program("-c", code).code == expected
+
+
+def test_nothing_is_left_behind_when_a_run_is_killed(tmp_path):
+    code = (
+        "import hip, time; hip.malloc(1 << 20, True); hip.Window(2 << 20, 0, 2, 0, False).export();"
+        " print('ready', flush=True); time.sleep(60)"
+    )
+    shared = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mori_sim", "run", "--coherence", "strict", "--", sys.executable, "-c", code],
+        cwd=PACKAGE / "tests" / "programs",
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    during = [n for n in set(os.listdir("/dev/shm")) - shared if "mori-sim" in n]
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert [*during, *tmp_path.iterdir()] == []
+    assert [n for n in os.listdir("/dev/shm") if "mori-sim" in n] == []
 
 
 def test_a_swallowed_fault_is_no_success(program, tmp_path):
@@ -95,8 +117,6 @@ def test_another_sitecustomize_still_runs(program, tmp_path):
 
 
 def test_without_a_command_the_usage_is_told(program):
-    import subprocess
-
     outcome = subprocess.run(
         [sys.executable, "-m", "mori_sim", "run"], capture_output=True, text=True, timeout=60
     )

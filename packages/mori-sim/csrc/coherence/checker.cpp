@@ -17,17 +17,21 @@
 // Rules in reports: a  CU stores, copy engine reads        b  copy engine writes, CU reads
 //                   c  CU stores, another CU reads: the writer's side      d  ... the reader's side
 //                   e  ring and pointers: what an engine fetches as packets  wait  a result used before s_waitcnt
-//                   order  a store overwrites what another wave reads, unordered     scope  an access whose scope cannot reach where it is needed
+//                   order  a store overwrites what another wave or a copy engine reads, unordered
+//                   scope  an access whose scope cannot reach where it is needed
+//                   lds  waves of a workgroup race in LDS (lds_order.hpp)
 #include "coherence/checker.hpp"
 
 #include <cstdio>
 #include <deque>
 #include <map>
+#include <mutex>
 #include <set>
 #include <unordered_map>
 
 #include "coherence/clock.hpp"
 #include "coherence/hazards.hpp"
+#include "coherence/lines.hpp"
 
 namespace mori_sim {
 namespace {
@@ -48,11 +52,14 @@ Scope scope_of(const Op& op, bool atomic) {
 
 struct ByteMask {
   uint64_t w[2] = {0, 0};
-  void set(unsigned first, unsigned n) {
-    for (unsigned i = first; i < first + n; ++i) w[i >> 6] |= 1ull << (i & 63);
+  void set(unsigned first, unsigned n) {  // n >= 1, first + n <= 128
+    const auto half = [](unsigned from, unsigned to) { return from >= to ? 0 : (to - from == 64 ? ~0ull : ((1ull << (to - from)) - 1) << from); };
+    w[0] |= half(std::min(first, 64u), std::min(first + n, 64u));
+    w[1] |= half(std::max(first, 64u) - 64, std::max(first + n, 64u) - 64);
   }
   bool meets(const ByteMask& o) const { return (w[0] & o.w[0]) | (w[1] & o.w[1]); }
   bool empty() const { return !(w[0] | w[1]); }
+  void add(const ByteMask& o) { w[0] |= o.w[0]; w[1] |= o.w[1]; }
   void drop(const ByteMask& o) { w[0] &= ~o.w[0]; w[1] &= ~o.w[1]; }
 };
 
@@ -69,7 +76,7 @@ struct Record {
   uint64_t pc;
   ClockPtr released;     // what a reader with scope bits learns; null for plain stores
 };
-struct Reader {  // a cached read: a later store must be ordered after it
+struct Reader {  // a cached read, or an engine's: a later store must be ordered after it
   uint32_t actor;
   uint32_t clock;
   ByteMask bytes;
@@ -101,24 +108,13 @@ struct WriteBack {  // one buffer_wbl2
 };
 
 struct Pending {  // something vmcnt or lgkmcnt counts
-  enum Kind : uint8_t { load, store, wbl2, lds_dma, ds, smem } kind;
+  enum Kind : uint8_t { load, store, wbl2, lds_dma, ds, smem } kind = load;
   uint64_t pc = 0;
-  std::vector<RegisterRange> writes;
+  const std::vector<RegisterRange>* writes = nullptr;
   uint32_t clock = 0;
-  unsigned lds_first = 0, lds_end = 0;
+  uint32_t lds_number = 0;            // of a ds access or a DMA, as LdsOrder counts
+  std::unique_ptr<LdsAccess> lds_read;
   std::vector<ClockPtr> acquires;
-};
-
-struct LdsRange {  // written by a DMA that no wait has covered yet, or by another wave since the last barrier
-  unsigned first, end;
-  const Wave* wave;
-  uint32_t clock;
-  bool landed;
-  uint64_t pc;
-};
-
-struct GroupState {
-  std::vector<LdsRange> dma;
 };
 
 struct WaveState_ {
@@ -129,7 +125,8 @@ struct WaveState_ {
   std::deque<Pending> vm, lgkm;
   uint64_t busy[12] = {};         // registers with an outstanding write, operand numbering
   bool any_busy = false;
-  GroupState* group = nullptr;
+  LdsOrder* lds = nullptr;        // of the workgroup
+  unsigned index = 0;
   // stores of sibling waves that were issued before the last barrier (complete or not)
   std::map<uint32_t, uint32_t> issued;
 };
@@ -138,6 +135,15 @@ std::string hex(uint64_t v) {
   char b[32];
   std::snprintf(b, sizeof b, "0x%llx", static_cast<unsigned long long>(v));
   return b;
+}
+
+// As long as the process, like what bind() makes of an instruction: code may be used by several machines.
+const RegisterUse* keep(RegisterUse use) {
+  static std::mutex guard;
+  static std::deque<RegisterUse> kept;
+  std::lock_guard<std::mutex> lock(guard);
+  kept.push_back(std::move(use));
+  return &kept.back();
 }
 
 class StrictChecker final : public Checker {
@@ -175,14 +181,16 @@ class StrictChecker final : public Checker {
     waves_of_[k.id].push_back(s->actor);
     s->known = s->agent_fresh = s->system_fresh = starts_[k.id];
     auto& g = groups_[w.group];
-    if (!g) g = std::make_unique<GroupState>();
-    s->group = g.get();
+    if (!g) g = std::make_unique<LdsOrder>(w.group->lds.size());
+    s->lds = g.get();
+    s->index = w.index;
+    g->wave(w.index);
     w.strict = s.get();
     states_[&w] = std::move(s);
   }
   void wave_ends(Wave& w) override {
     WaveState_& s = state(w);
-    for (LdsRange& r : s.group->dma) if (r.wave == &w) r.landed = true;
+    s.lds->wave(s.index).ended = true;
     if (w.group->alive == 1) groups_.erase(w.group);
     states_.erase(&w);
     w.strict = nullptr;
@@ -209,17 +217,23 @@ class StrictChecker final : public Checker {
     }
     auto it = groups_.find(&g);
     if (it == groups_.end()) return;
-    auto& d = it->second->dma;
-    d.erase(std::remove_if(d.begin(), d.end(), [](const LdsRange& r) { return r.landed; }), d.end());
+    for (Wave* w : g.waves) {
+      if (!w->strict) continue;
+      const WaveState_& s = state(*w);
+      for (const Pending& p : s.lgkm)
+        if (p.lds_read) it->second->leave_open(it->second->wave(s.index), p.lds_number, *p.lds_read);
+    }
+    it->second->barrier();
   }
 
   // ------------------------------------------------------------------ registers, waits, cache instructions
   void before(Wave& w, const Op& op) override {
     WaveState_& s = state(w);
+    lds.count = 0;
     if (s.any_busy) check_registers(w, s, op);
     switch (op.category) {
       case Category::wait:
-        if (!std::strcmp(op.info->name, "s_waitcnt")) wait(w, s, static_cast<uint16_t>(op.simm16));
+        if (!std::strcmp(op.info->name, "s_waitcnt")) wait(s, static_cast<uint16_t>(op.simm16));
         break;
       case Category::vmem:
         if (!std::strcmp(op.info->name, "buffer_wbl2")) write_back(w, s, op);
@@ -227,15 +241,16 @@ class StrictChecker final : public Checker {
         break;
       case Category::smem: {
         if (!op.info->dst.bits) break;  // cache instructions
-        Pending p{Pending::smem, w.pc, registers_of(op).writes, 0, 0, 0, {}};
+        Pending p = pending(Pending::smem, w.pc);
+        p.writes = &use_of(op).writes;
         mark(s, p);
         s.lgkm.push_back(std::move(p));
         break;
       }
       case Category::lds:
         if (op.info->dst.bits || op.info->src1.bits) {
-          Pending p{Pending::ds, w.pc, {}, 0, 0, 0, {}};
-          if (op.info->dst.bits) p.writes = registers_of(op).writes;
+          Pending p = pending(Pending::ds, w.pc);
+          if (op.info->dst.bits) p.writes = &use_of(op).writes;
           mark(s, p);
           s.lgkm.push_back(std::move(p));
         }
@@ -253,7 +268,7 @@ class StrictChecker final : public Checker {
     acquired_.clear();
     if (a.load || a.atomic)
       for (Touched& t : touched_) read_line(w, s, op, pc, t, scope, a.atomic);
-    Pending p{a.store ? Pending::store : a.to_lds ? Pending::lds_dma : Pending::load, pc, {}, 0, 0, 0, {}};
+    Pending p = pending(a.store ? Pending::store : a.to_lds ? Pending::lds_dma : Pending::load, pc);
     p.clock = ++s.now;
     if (a.load && scope == Scope::plain) note_readers(w, s, pc, p.clock);
     if (a.store || a.atomic) {
@@ -261,18 +276,17 @@ class StrictChecker final : public Checker {
     }
     if (a.atomic && !op.sc0) p.kind = Pending::store;
     if (a.load || (a.atomic && op.sc0)) {
-      if (!a.to_lds) p.writes = registers_of(op).writes;
+      if (!a.to_lds) p.writes = &use_of(op).writes;
       if (scope != Scope::plain || a.atomic || uncached_seen_) p.acquires = acquired_;
     }
     if (a.to_lds) {
-      p.lds_first = a.lds_offset;
-      p.lds_end = a.lds_offset + a.lds_bytes;
-      s.group->dma.push_back({p.lds_first, p.lds_end, &w, p.clock, false, pc});
+      for (unsigned i = 0; i < kLanes; ++i)
+        if (w.exec() >> i & 1) note_lds(a.lds_offset + i * a.lds_slot);
+      p.lds_number = order_lds(w, s, op, LdsUse::dma, a.lds_slot);
     }
     mark(s, p);
     if (op.info->format == Format::flat) {
-      Pending q{Pending::ds, pc, {}, 0, 0, 0, {}};
-      s.lgkm.push_back(std::move(q));
+      s.lgkm.push_back(pending(Pending::ds, pc));
     }
     s.vm.push_back(std::move(p));
   }
@@ -306,18 +320,12 @@ class StrictChecker final : public Checker {
     for (Touched& t : touched_) read_line(w, s, op, w.pc - op.nbytes, t, Scope::plain, false);
   }
 
-  void lds_access(Wave& w, const Op& op, unsigned offset, unsigned nbytes, bool write) override {
+  void lds_access(Wave& w, const Op& op, LdsUse use, unsigned nbytes) override {
     WaveState_& s = state(w);
-    if (s.group->dma.empty()) return;
-    for (const LdsRange& r : s.group->dma) {
-      if (offset >= r.end || offset + nbytes <= r.first) continue;
-      if (r.landed && r.wave == &w) continue;
-      const std::string why = r.landed ? ": its wave has waited, but no s_barrier tells this wave" : r.wave == &w ? ": no s_waitcnt vmcnt covers it" : ": its wave has not waited for it (s_waitcnt vmcnt, then s_barrier)";
-      report("wait", w, op, w.pc - op.nbytes, offset,
-             std::string(write ? "writes" : "reads") + " LDS bytes " + std::to_string(offset) + ".." + std::to_string(offset + nbytes - 1) +
-                 " while the DMA of " + instruction(w.code, r.pc) + " into them is outstanding" + why, w.code, r.pc);
-      return;
-    }
+    const uint32_t number = order_lds(w, s, op, use, nbytes);
+    if (s.lgkm.empty()) return;
+    s.lgkm.back().lds_number = number;
+    if (use == LdsUse::read) s.lgkm.back().lds_read = std::make_unique<LdsAccess>(lds);
   }
 
   // ------------------------------------------------------------------ copy engines and the host
@@ -339,13 +347,19 @@ class StrictChecker final : public Checker {
       const Actor& writer = actors_[r.actor];
       if (r.actor == id || !writer.wave) return;
       if (host && writer.end_seq) return;
-      if (knows_ended(c, r.actor)) return;
+      if (knows_ended(c, r.actor) && end_publishes(r)) return;
       std::string why;
       if (!knows(c, r.actor, r.clock)) why = "nothing orders the store before it: the signal was sent without waiting for the store (s_waitcnt vmcnt(0), s_barrier), or not sent at all";
       else if (!r.in_memory && !published(r, c, r.home == r.device ? Scope::agent : Scope::system, &why)) why = "the bytes are still dirty in the L2 of XCD " + std::to_string(r.xcd) + ": " + why;
       if (why.empty()) return;
       report_agent(ring ? "e" : "a", name, device, what, addr, r, why);
     });
+    if (!host) note_engine_read(id, addr, nbytes);
+  }
+  // What an engine has read must not be overwritten before its signal was seen.
+  void note_engine_read(uint32_t id, uint64_t addr, uint64_t nbytes) {
+    const uint32_t clock = ++actors_[id].now;
+    each_part(addr, nbytes, [&](uint64_t line, const ByteMask& bytes) { note_reader(line, {id, clock, bytes, nullptr, 0}); });
   }
   void agent_writes(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) override {
     const uint32_t id = agent(name, device);
@@ -359,13 +373,10 @@ class StrictChecker final : public Checker {
     r.home = static_cast<int16_t>(device);
     a.clock.raise(id, a.now);
     r.released = std::make_shared<Clock>(a.clock);
-    for (uint64_t at = addr; at < addr + nbytes;) {
-      const uint64_t line = at / kLine, first = at % kLine, n = std::min<uint64_t>(kLine - first, addr + nbytes - at);
-      r.bytes = ByteMask{};
-      r.bytes.set(static_cast<unsigned>(first), static_cast<unsigned>(n));
+    each_part(addr, nbytes, [&](uint64_t line, const ByteMask& bytes) {
+      r.bytes = bytes;
       put(line, r);
-      at += n;
-    }
+    });
     (void)what;
   }
   void agent_joined(const std::string& name, DispatchId finished) override {
@@ -374,11 +385,7 @@ class StrictChecker final : public Checker {
     actors_[id].clock.ended = std::max(actors_[id].clock.ended, it == ended_at_.end() ? seq_ : it->second);
   }
   void memory_released(uint64_t addr, uint64_t nbytes) override {
-    if (nbytes / kLine > lines_.size()) {
-      for (auto it = lines_.begin(); it != lines_.end();) it = it->first * kLine >= addr && it->first * kLine < addr + nbytes ? lines_.erase(it) : std::next(it);
-      return;
-    }
-    for (uint64_t l = addr / kLine; l <= (addr + nbytes - 1) / kLine; ++l) lines_.erase(l);
+    if (nbytes) lines_.erase(addr / kLine, (addr + nbytes - 1) / kLine);
   }
 
  private:
@@ -412,7 +419,8 @@ class StrictChecker final : public Checker {
     }
   }
   void mark(WaveState_& s, const Pending& p) {
-    for (const RegisterRange& r : p.writes) set_bits(s.busy, r, true), s.any_busy = true;
+    if (!p.writes) return;
+    for (const RegisterRange& r : *p.writes) set_bits(s.busy, r, true), s.any_busy = true;
   }
   void recount(WaveState_& s) {
     std::memset(s.busy, 0, sizeof s.busy);
@@ -420,11 +428,20 @@ class StrictChecker final : public Checker {
     for (const Pending& p : s.vm) mark(s, p);
     for (const Pending& p : s.lgkm) mark(s, p);
   }
+  static const RegisterUse& use_of(const Op& op) {
+    if (!op.registers) op.registers = keep(registers_of(op));
+    return *static_cast<const RegisterUse*>(op.registers);
+  }
+  static Pending pending(Pending::Kind kind, uint64_t pc) {
+    Pending p;
+    p.kind = kind;
+    p.pc = pc;
+    return p;
+  }
   void check_registers(Wave& w, WaveState_& s, const Op& op) {
-    auto it = uses_.find(&op);
-    if (it == uses_.end()) it = uses_.emplace(&op, registers_of(op)).first;
+    const RegisterUse& use = use_of(op);
     for (int writes = 0; writes < 2; ++writes)
-      for (const RegisterRange& r : writes ? it->second.writes : it->second.reads)
+      for (const RegisterRange& r : writes ? use.writes : use.reads)
         for (unsigned i = r.first; i < r.first + r.count && i < 768u; ++i) {
           if (!(s.busy[i / 64] >> (i % 64) & 1)) continue;
           busy_register(w, s, op, i, writes);
@@ -433,8 +450,9 @@ class StrictChecker final : public Checker {
   }
   void busy_register(Wave& w, WaveState_& s, const Op& op, unsigned reg, bool writes) {
     for (auto* q : {&s.vm, &s.lgkm})
-      for (size_t n = 0; n < q->size(); ++n)
-        for (const RegisterRange& r : (*q)[n].writes) {
+      for (size_t n = 0; n < q->size(); ++n) {
+        if (!(*q)[n].writes) continue;
+        for (const RegisterRange& r : *(*q)[n].writes) {
           if (reg < r.first || reg >= r.first + r.count) continue;
           // Loads return in order: a second load into the same register is fine.
           if (writes && q == &s.vm && (op.category == Category::vmem || op.category == Category::flat)) continue;
@@ -447,13 +465,14 @@ class StrictChecker final : public Checker {
                      count + "(" + std::to_string((*q)[n].kind == Pending::smem ? 0 : left) + ") before", w.code, (*q)[n].pc);
           return;
         }
+      }
   }
-  void wait(Wave& w, WaveState_& s, unsigned imm) {
+  void wait(WaveState_& s, unsigned imm) {
     const unsigned vm = (imm & 15) | (imm >> 10 & 0x30), lgkm = imm >> 8 & 15;
     bool changed = false;
     if (vm != 63)
       while (s.vm.size() > vm) {
-        arrive(w, s, s.vm.front());
+        arrive(s, s.vm.front());
         s.vm.pop_front();
         changed = true;
       }
@@ -461,21 +480,38 @@ class StrictChecker final : public Checker {
       bool scalar = false;
       for (const Pending& p : s.lgkm) scalar |= p.kind == Pending::smem;
       if (!scalar || lgkm == 0)
-        while (s.lgkm.size() > lgkm) s.lgkm.pop_front(), changed = true;
+        while (s.lgkm.size() > lgkm) {
+          LdsWave& l = s.lds->wave(s.index);
+          l.ds_complete = std::max(l.ds_complete, s.lgkm.front().lds_number);
+          s.lgkm.pop_front();
+          changed = true;
+        }
     }
     if (changed) recount(s);
   }
-  void arrive(Wave& w, WaveState_& s, Pending& p) {
+  void arrive(WaveState_& s, Pending& p) {
     s.complete = std::max(s.complete, p.clock);
     for (const ClockPtr& c : p.acquires) s.known.join(*c);
-    if (p.kind == Pending::lds_dma)
-      for (LdsRange& r : s.group->dma) if (r.wave == &w && r.clock == p.clock) r.landed = true;
+    if (p.kind == Pending::lds_dma) s.lds->wave(s.index).dma_complete = p.lds_number;
+  }
+
+  // ---- LDS
+  uint32_t order_lds(Wave& w, WaveState_& s, const Op& op, LdsUse use, unsigned nbytes) {
+    lds.use = use;
+    lds.nbytes = nbytes;
+    lds.pc = w.pc - op.nbytes;
+    LdsWave& l = s.lds->wave(s.index);
+    if (LdsConflict c; !s.lds->access(l, lds, &c))
+      report(c.rule, w, op, lds.pc, c.offset, std::string(use == LdsUse::read ? "reads" : "writes") + " LDS at " + std::to_string(c.offset) + ", used with " +
+             instruction(w.code, c.other_pc) + " " + c.why, w.code, c.other_pc);
+    return use == LdsUse::dma ? l.dma_now : l.ds_now;
   }
 
   // ---- cache instructions
   void write_back(Wave& w, WaveState_& s, const Op& op) {
     const uint64_t pc = w.pc;
-    Pending p{Pending::wbl2, pc, {}, ++s.now, 0, 0, {}};
+    Pending p = pending(Pending::wbl2, pc);
+    p.clock = ++s.now;
     const Scope scope = op.sc0 && op.sc1 ? Scope::system : op.sc1 ? Scope::agent : Scope::plain;
     if (scope != Scope::plain) {
       WriteBack b{s.actor, p.clock, scope, s.known};
@@ -500,13 +536,15 @@ class StrictChecker final : public Checker {
       const uint64_t line = addr / kLine;
       const unsigned first = static_cast<unsigned>(addr % kLine), n = static_cast<unsigned>(std::min<uint64_t>(kLine - first, end - addr));
       Touched* t = nullptr;
-      for (size_t i = touched_.size(); i-- > 0;)
-        if (touched_[i].line == line) { t = &touched_[i]; break; }
+      if (touched_.empty() || line <= highest_)  // lanes mostly go upwards
+        for (size_t i = touched_.size(); i-- > 0;)
+          if (touched_[i].line == line) { t = &touched_[i]; break; }
       if (!t) {
         const Region* r = region(w, addr);
         if (!r) return;
         touched_.push_back({line, {}, r->kind, r->home_device, r->shared});
         t = &touched_.back();
+        highest_ = touched_.size() == 1 ? line : std::max(highest_, line);
       }
       t->bytes.set(first, n);
       addr += n;
@@ -536,46 +574,54 @@ class StrictChecker final : public Checker {
     return &region_;
   }
   template <class F>
-  void each_record(uint64_t addr, uint64_t nbytes, F f) {
-    if (lines_.empty() || !nbytes) return;
+  static void each_part(uint64_t addr, uint64_t nbytes, F f) {
     for (uint64_t at = addr; at < addr + nbytes;) {
       const uint64_t line = at / kLine, first = at % kLine, n = std::min<uint64_t>(kLine - first, addr + nbytes - at);
-      at += n;
-      auto it = lines_.find(line);
-      if (it == lines_.end()) continue;
       ByteMask m;
       m.set(static_cast<unsigned>(first), static_cast<unsigned>(n));
-      for (Record& r : it->second.records)
-        if (r.bytes.meets(m)) f(r);
+      f(line, m);
+      at += n;
     }
   }
+  template <class F>
+  void each_record(uint64_t addr, uint64_t nbytes, F f) {
+    if (lines_.empty()) return;
+    each_part(addr, nbytes, [&](uint64_t line, const ByteMask& bytes) {
+      Line* found = lines_.find(line);
+      if (!found) return;
+      for (Record& r : found->records)
+        if (r.bytes.meets(bytes)) f(r);
+    });
+  }
   void note_readers(Wave& w, WaveState_& s, uint64_t pc, uint32_t clock) {
-    for (const Touched& t : touched_) {
-      if (t.kind == MemoryKind::uncached || t.kind == MemoryKind::host) continue;
-      auto& v = lines_[t.line].readers;
-      auto it = std::find_if(v.begin(), v.end(), [&](const Reader& r) { return r.actor == s.actor; });
-      if (it == v.end()) {
-        if (v.size() >= kReaders) v.erase(v.begin());
-        v.push_back({s.actor, clock, t.bytes, w.code, pc});
-      } else {
-        it->clock = clock;
-        it->bytes.w[0] |= t.bytes.w[0];
-        it->bytes.w[1] |= t.bytes.w[1];
-        it->pc = pc;
-      }
+    for (const Touched& t : touched_)
+      if (t.kind != MemoryKind::uncached && t.kind != MemoryKind::host) note_reader(t.line, {s.actor, clock, t.bytes, w.code, pc});
+  }
+  void note_reader(uint64_t line, const Reader& reader) {
+    auto& v = lines_.at(line).readers;
+    for (Reader& r : v) {
+      if (r.actor != reader.actor) continue;
+      ByteMask both = r.bytes;
+      both.add(reader.bytes);
+      r = reader;
+      r.bytes = both;
+      return;
     }
+    if (v.size() >= kReaders) v.erase(v.begin());
+    v.push_back(reader);
   }
   // The store overwrites what another wave has read (or is reading) with nothing in between to order them.
   void check_readers(Wave& w, WaveState_& s, const Op& op, uint64_t pc, const Touched& t) {
-    auto it = lines_.find(t.line);
-    if (it == lines_.end()) return;
-    auto& v = it->second.readers;
+    Line* line = lines_.find(t.line);
+    if (!line) return;
+    auto& v = line->readers;
     for (size_t i = 0; i < v.size();) {
       Reader& r = v[i];
       if (!r.bytes.meets(t.bytes)) { ++i; continue; }
       if (r.actor != s.actor && !knows(s.known, r.actor, r.clock))
-        report("order", w, op, pc, t.line * kLine, "overwrites bytes of line " + hex(t.line * kLine) + " that " + actors_[r.actor].name + " read with " + instruction(r.code, r.pc) +
-               ": nothing orders the two, so that load may see either", r.code, r.pc);
+        report("order", w, op, pc, t.line * kLine, "overwrites bytes of line " + hex(t.line * kLine) + " that " + actors_[r.actor].name + " read" +
+               (r.code ? " with " + instruction(r.code, r.pc) + ": nothing orders the two, so that load may see either"
+                       : ": nothing told this wave that the copy was over (its signal was not read, or not waited for)"), r.code, r.pc);
       r.bytes.drop(t.bytes);
       if (r.bytes.empty()) v.erase(v.begin() + static_cast<long>(i));
       else ++i;
@@ -583,7 +629,7 @@ class StrictChecker final : public Checker {
   }
 
   void put(uint64_t line, const Record& r) {
-    auto& v = lines_[line].records;
+    auto& v = lines_.at(line).records;
     for (size_t i = 0; i < v.size();) {
       v[i].bytes.drop(r.bytes);
       if (v[i].bytes.empty()) v[i] = std::move(v.back()), v.pop_back();
@@ -595,6 +641,9 @@ class StrictChecker final : public Checker {
   // ---- knowledge
   bool knows_ended(const Clock& c, uint32_t actor) const { return actors_[actor].end_seq && actors_[actor].end_seq <= c.ended; }
   bool knows(const Clock& c, uint32_t actor, uint32_t clock) const { return knows_ended(c, actor) || c.get(actor) >= clock; }
+
+  // With agent scope, the end of a kernel leaves other devices' lines dirty in the L2.
+  bool end_publishes(const Record& r) const { return ctx_.options->end_of_kernel_publishes || r.home == r.device; }
 
   // A write-back on the writer's XCD that covers the store and that `by` knows to be done.
   bool published(const Record& r, const Clock& by, Scope need, std::string* why) const {
@@ -617,12 +666,12 @@ class StrictChecker final : public Checker {
   }
 
   void read_line(Wave& w, WaveState_& s, const Op& op, uint64_t pc, const Touched& t, Scope scope, bool atomic) {
-    auto it = lines_.find(t.line);
-    if (t.shared && scope == Scope::plain && !atomic && t.kind != MemoryKind::uncached && t.kind != MemoryKind::host && (it == lines_.end() || it->second.records.empty()))
+    Line* line = lines_.find(t.line);
+    if (t.shared && scope == Scope::plain && !atomic && t.kind != MemoryKind::uncached && t.kind != MemoryKind::host && (!line || line->records.empty()))
       from_outside(w, s, op, pc, t);
-    if (it == lines_.end()) return;
+    if (!line) return;
     const Actor& me = actors_[s.actor];
-    for (Record& r : it->second.records) {
+    for (Record& r : line->records) {
       if (!r.bytes.meets(t.bytes)) continue;
       if (r.actor == s.actor) continue;
       const bool uncached = t.kind == MemoryKind::uncached || t.kind == MemoryKind::host;
@@ -630,7 +679,7 @@ class StrictChecker final : public Checker {
       if (r.released && (coherent || uncached)) acquired_.push_back(r.released);
       const Actor& writer = actors_[r.actor];
       // Written before this wave's kernel started, or by a kernel whose end it knows of: clean caches, clean memory.
-      const bool ended = knows_ended(s.known, r.actor);
+      const bool ended = knows_ended(s.known, r.actor) && end_publishes(r);
       if (ended && knows_ended(s.system_fresh, r.actor)) continue;
       const bool engine = !writer.wave, far = engine || r.device != me.device || r.home != me.device || r.home != r.device;
       const uint64_t addr = t.line * kLine;
@@ -716,9 +765,9 @@ class StrictChecker final : public Checker {
         r.released = released;
         // A signal is small; bulk data stored with system scope next to plain stores is none.
         if (a.nbytes <= 8 && __builtin_popcountll(t.bytes.w[0]) + __builtin_popcountll(t.bytes.w[1]) <= 8 && (atomic || scope == Scope::system)) flag_to_peer(w, s, op, pc, t);
-        auto it = lines_.find(t.line);
-        if (atomic && it != lines_.end())
-          for (const Record& old : it->second.records)
+        Line* line = lines_.find(t.line);
+        if (atomic && line)
+          for (const Record& old : line->records)
             if (old.released && old.bytes.meets(t.bytes) && old.actor != s.actor) {  // a chain of RMWs carries on
               auto c = std::make_shared<Clock>(*r.released);
               c->join(*old.released);
@@ -739,19 +788,20 @@ class StrictChecker final : public Checker {
     Clock mine = s.known;
     mine.raise(s.actor, s.complete);
     for (auto l = it->second.begin(); l != it->second.end();) {
-      auto line = lines_.find(*l);
+      const Line* line = lines_.find(*l);
       bool open = false;
-      if (line != lines_.end())
-        for (const Record& r : line->second.records) {
+      if (line)
+        for (const Record& r : line->records) {
           const Actor& writer = actors_[r.actor];
-          if (r.in_memory || writer.end_seq || r.device != actors_[s.actor].device) continue;
+          const bool ended = knows_ended(mine, r.actor);
+          if (r.in_memory || (writer.end_seq && end_publishes(r)) || r.device != actors_[s.actor].device) continue;
           std::string why;
           if (published(r, mine, Scope::system, &why)) continue;
           open = true;
           uint32_t issued = 0;
           if (r.actor == s.actor) issued = s.now;
           else if (auto i = s.issued.find(r.actor); i != s.issued.end()) issued = i->second;
-          if (writer.group != actors_[s.actor].group || issued < r.clock) continue;
+          if (!ended && (writer.group != actors_[s.actor].group || issued < r.clock)) continue;
           if (r.actor != s.actor && !knows(mine, r.actor, r.clock)) why = "the storing wave did not wait (s_waitcnt vmcnt(0)) before the s_barrier";
           finding("c", w, op, pc, t.line * kLine, r, "signals device " + std::to_string(t.home) + " although stores to its memory need not have arrived: " + why);
         }
@@ -802,17 +852,17 @@ class StrictChecker final : public Checker {
   std::vector<Actor> actors_;
   std::map<std::string, uint32_t> agents_;
   std::unordered_map<const Wave*, std::unique_ptr<WaveState_>> states_;
-  std::unordered_map<const Workgroup*, std::unique_ptr<GroupState>> groups_;
+  std::unordered_map<const Workgroup*, std::unique_ptr<LdsOrder>> groups_;
   std::unordered_map<DispatchId, std::vector<uint32_t>> waves_of_;
   std::unordered_map<DispatchId, Clock> starts_;
   std::unordered_map<DispatchId, uint64_t> ended_at_;
   std::map<std::pair<int, unsigned>, std::vector<WriteBack>> write_backs_;
-  std::unordered_map<uint64_t, Line> lines_;
+  LineTable<Line> lines_;
   std::unordered_map<int, std::set<uint64_t>> to_peer_;  // lines with plain stores to that device
   std::unordered_map<uint64_t, uint64_t> signals_;  // last value seen of words that other processes write
-  std::unordered_map<const Op*, RegisterUse> uses_;
   std::set<std::pair<std::string, std::pair<uint64_t, uint64_t>>> seen_;
-  std::vector<Touched> touched_;
+  std::vector<Touched> touched_;  // by the instruction that is being carried out
+  uint64_t highest_ = 0;           // line of them
   std::vector<ClockPtr> acquired_;
   bool uncached_seen_ = false;
   Region region_;

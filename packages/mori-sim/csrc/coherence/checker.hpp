@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "coherence/lds_order.hpp"
 #include "exec/wave.hpp"
 
 namespace mori_sim {
@@ -17,7 +18,7 @@ struct VectorAccess {  // one vector memory instruction, before it is carried ou
   const Region* region;      // of the first active lane
   bool load = false, store = false, atomic = false;
   bool to_lds = false;
-  unsigned lds_offset = 0, lds_bytes = 0;  // DMA: where the wave's data lands
+  unsigned lds_offset = 0, lds_slot = 0;  // DMA: where the data of lane 0 lands, bytes from lane to lane
 };
 
 struct Checker {
@@ -30,7 +31,7 @@ struct Checker {
   virtual void vector_access(Wave& w, const Op& op, const VectorAccess& a) = 0;
   virtual void vector_done(Wave& w, const Op& op, const VectorAccess& a, const uint32_t* loaded) = 0;  // values known
   virtual void scalar_access(Wave& w, const Op& op, uint64_t addr, unsigned nbytes) = 0;
-  virtual void lds_access(Wave& w, const Op& op, unsigned offset, unsigned nbytes, bool write) = 0;
+  virtual void lds_access(Wave& w, const Op& op, LdsUse use, unsigned nbytes) = 0;  // of the offsets noted in `lds`
   virtual void barrier_released(Workgroup& g) = 0;
   virtual void agent_observed(const std::string& agent, int device, uint64_t addr, uint64_t nbytes) = 0;
   virtual void agent_reads(const std::string& agent, int device, uint64_t addr, uint64_t nbytes, const std::string& what) = 0;
@@ -38,6 +39,9 @@ struct Checker {
   virtual void agent_joined(const std::string& agent, DispatchId finished) = 0;
   virtual void memory_released(uint64_t addr, uint64_t nbytes) = 0;
 
+  void note_lds(uint64_t offset) { lds.at[lds.count++] = static_cast<uint32_t>(offset); }
+
+  LdsAccess lds;  // of the instruction that is being carried out
   std::vector<Report> reports;
 };
 

@@ -23,15 +23,18 @@ struct DsImpl {
 
 bool has(const char* s, const char* part) { return std::strstr(s, part) != nullptr; }
 
-uint8_t* at(Wave& w, const Op& op, uint64_t off, unsigned n, bool write) {
+uint8_t* at(Wave& w, const Op&, uint64_t off, unsigned n, bool write) {
   std::vector<uint8_t>& lds = w.group->lds;
   if (off + n > lds.size()) {
     w.stop(std::string(write ? "LDS write" : "LDS read") + " of " + std::to_string(n) + " bytes at offset " + std::to_string(off) +
            ", but the workgroup has " + std::to_string(lds.size()) + " bytes");
     return nullptr;
   }
-  if (w.ctx->checker) w.ctx->checker->lds_access(w, op, static_cast<unsigned>(off), n, write);
+  if (w.ctx->checker) w.ctx->checker->note_lds(off);
   return lds.data() + off;
+}
+void check(Wave& w, const Op& op, LdsUse use, unsigned nbytes) {
+  if (w.ctx->checker) w.ctx->checker->lds_access(w, op, use, nbytes);
 }
 
 void read(Wave& w, const Op& op) {
@@ -53,6 +56,7 @@ void read(Wave& w, const Op& op) {
     else { uint16_t h; std::memcpy(&h, p, 2); v = m.sign ? static_cast<uint32_t>(static_cast<int16_t>(h)) : h; }
     out[i] = m.low ? (old[i] & 0xffff0000u) | (v & 0xffffu) : m.high ? (old[i] & 0xffffu) | v << 16 : v;
   }
+  check(w, op, LdsUse::read, m.bytes);
   w.counters->lds_bytes += static_cast<uint64_t>(__builtin_popcountll(exec)) * m.bytes;
   write_rows(w, op.dst, out, m.bytes < 4 ? 1 : m.bytes / 4u, exec);
 }
@@ -73,6 +77,7 @@ void write(Wave& w, const Op& op) {
       std::memcpy(p, &v, m.bytes);
     }
   }
+  check(w, op, LdsUse::write, m.bytes);
   w.counters->lds_bytes += static_cast<uint64_t>(__builtin_popcountll(exec)) * m.bytes;
   w.ctx->progress++;
 }
@@ -91,6 +96,7 @@ void read2(Wave& w, const Op& op) {
       for (unsigned k = 0; k < n; ++k) std::memcpy(&out[(t * n + k) * kLanes + i], p + 4 * k, 4);
     }
   }
+  check(w, op, LdsUse::read, m.bytes);
   w.counters->lds_bytes += static_cast<uint64_t>(__builtin_popcountll(exec)) * m.bytes * 2;
   write_rows(w, op.dst, out, 2 * n, exec);
 }
@@ -108,6 +114,7 @@ void write2(Wave& w, const Op& op) {
       for (unsigned k = 0; k < m.bytes / 4u; ++k) std::memcpy(p + 4 * k, &data[k * kLanes + i], 4);
     }
   }
+  check(w, op, LdsUse::write, m.bytes);
   w.counters->lds_bytes += static_cast<uint64_t>(__builtin_popcountll(exec)) * m.bytes * 2;
   w.ctx->progress++;
 }
@@ -141,6 +148,7 @@ void rmw(Wave& w, const Op& op) {
   for (unsigned i = 0; i < kLanes; ++i)
     if (exec >> i & 1)
       if (!rmw_lane(w, op, m, i, static_cast<uint64_t>(addr[i]) + static_cast<uint32_t>(op.offset), d0, d1, w.ctx->out)) return;
+  check(w, op, m.returns ? LdsUse::atomic_return : LdsUse::atomic, m.bytes);
   w.counters->lds_bytes += static_cast<uint64_t>(__builtin_popcountll(exec)) * m.bytes;
   w.ctx->progress++;
   if (m.returns) write_rows(w, op.dst, w.ctx->out, m.bytes / 4u, exec);
@@ -156,6 +164,7 @@ void rmw2(Wave& w, const Op& op) {  // ds_wrxchg2
     for (unsigned t = 0; t < 2; ++t)
       if (!rmw_lane(w, op, m, i, static_cast<uint64_t>(addr[i]) + (t ? op.offset1 : op.offset0) * m.step, w.row(op.src[1 + t]), nullptr, w.ctx->out + t * n * kLanes)) return;
   }
+  check(w, op, LdsUse::atomic_return, m.bytes);
   write_rows(w, op.dst, w.ctx->out, 2 * n, exec);
 }
 
@@ -237,6 +246,7 @@ void transpose(Wave& w, const Op& op) {
         out[k * kLanes + g + c] |= v << s;
         if (s + bits > 32) out[(k + 1) * kLanes + g + c] |= v >> (32 - s);
       }
+  check(w, op, LdsUse::read, m.bytes);
   w.counters->lds_bytes += kLanes * m.bytes;
   write_rows(w, op.dst, out, m.bytes / 4u, exec);
 }
@@ -249,6 +259,7 @@ void read_tid(Wave& w, const Op& op) {
     if (!p) return;
     std::memcpy(&w.ctx->out[i], p, 4);
   }
+  check(w, op, LdsUse::read, 4);
   write_rows(w, op.dst, w.ctx->out, 1, exec);
 }
 void write_tid(Wave& w, const Op& op) {
@@ -260,6 +271,7 @@ void write_tid(Wave& w, const Op& op) {
     if (!p) return;
     std::memcpy(p, &data[i], 4);
   }
+  check(w, op, LdsUse::write, 4);
 }
 void nop(Wave&, const Op&) {}
 

@@ -127,7 +127,7 @@ struct Options {
 
   bool strict = false;             // coherence and missing-wait checks
   bool stop_at_first_report = false;  // strict: a report becomes the sticky fault at once
-  bool end_of_kernel_publishes = true;  // end of a kernel writes all L2s back (system scope)
+  bool end_of_kernel_publishes = true;  // strict: false: the end of a kernel publishes the device's own memory only (agent scope)
   unsigned max_reports = 64;
 
   enum class MfmaOrder { exact, sequential, blocked };  // how the k products of one output are added

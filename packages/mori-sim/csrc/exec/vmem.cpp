@@ -164,6 +164,7 @@ uint8_t* lane_bytes(Wave& w, unsigned lane, uint64_t addr, unsigned nbytes, bool
       return nullptr;
     }
     *region = nullptr;
+    if (w.ctx->checker) w.ctx->checker->note_lds(off);
     return w.group->lds.data() + off;
   }
   if (aperture == kPrivateBase >> 32) {
@@ -211,6 +212,10 @@ void note_poll(Wave& w, const Op& op, uint64_t addr, uint64_t value) {
   w.poll_pc = w.pc;
   w.polls = 1;
   (void)op;
+}
+
+void check_lds(Wave& w, const Op& op, LdsUse use, unsigned nbytes) {  // of flat accesses that went to LDS
+  if (w.ctx->checker && w.ctx->checker->lds.count) w.ctx->checker->lds_access(w, op, use, nbytes);
 }
 
 VectorAccess access_of(const Lanes& l, unsigned nbytes) {
@@ -277,7 +282,7 @@ void run_load(Wave& w, const Op& op) {
     const unsigned first = static_cast<unsigned>(__builtin_ctzll(l.active));
     note_poll(w, op, l.addr[first], out[first]);
   }
-  if (strict) w.ctx->checker->vector_done(w, op, a, out);
+  if (strict) w.ctx->checker->vector_done(w, op, a, out), check_lds(w, op, LdsUse::read, m.bytes);
 }
 
 void run_load_lds(Wave& w, const Op& op) {  // lane i's data goes to M0 + offset + i * bytes
@@ -297,7 +302,7 @@ void run_load_lds(Wave& w, const Op& op) {  // lane i's data goes to M0 + offset
     a = access_of(l, m.bytes);
     a.load = a.to_lds = true;
     a.lds_offset = base;
-    a.lds_bytes = (last + 1) * slot;
+    a.lds_slot = slot;
     w.ctx->checker->vector_access(w, op, a);
   }
   const Region* r = nullptr;
@@ -355,6 +360,7 @@ void run_store(Wave& w, const Op& op) {
   }
   count_bytes(w, r, moved);
   w.ctx->progress++;
+  check_lds(w, op, LdsUse::write, m.bytes);
 }
 
 template <class U, class I, class F>
@@ -408,6 +414,7 @@ void run_rmw(Wave& w, const Op& op) {
   }
   if (op.sc0) write_rows(w, op.dst, out, wide ? 2 : 1, l.active);
   if (w.ctx->checker) w.ctx->checker->vector_done(w, op, a, out);
+  check_lds(w, op, op.sc0 ? LdsUse::atomic_return : LdsUse::atomic, m.bytes);
 }
 
 void run_cache(Wave&, const Op&) { std::atomic_thread_fence(std::memory_order_seq_cst); }

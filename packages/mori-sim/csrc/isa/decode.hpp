@@ -44,6 +44,7 @@ using RunFn = void (*)(Wave&, const Op&);
 struct Op {
   RunFn run = nullptr;          // set by bind(); null until the slot is decoded
   const void* impl = nullptr;   // what `run` needs: a lane kernel, a matrix shape, ...
+  mutable const void* registers = nullptr;  // strict mode: a RegisterUse, once asked for
   const OpInfo* info = nullptr; // null: not an instruction
   uint8_t nbytes = 4;
   Category category = Category::unknown;

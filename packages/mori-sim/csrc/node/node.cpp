@@ -17,7 +17,9 @@ namespace {
 
 constexpr uint64_t kSlice = 1 << 15;              // wave instructions between two looks at the streams
 constexpr auto kPollPeriod = std::chrono::microseconds(100);
-constexpr double kQuietBeforeYield_s = 0.0005;    // everything in flight only polls: let other processes run
+constexpr double kQuietBeforeYield_s = 0.0005;    // everything in flight only polls: let whoever it waits for run
+constexpr uint64_t kQuietSlice = 512;
+constexpr int kQuietSleep_us = 200;
 constexpr int kExitAfterFault = 70;
 constexpr size_t kArgumentSlab = 1 << 20, kSmallestArguments = 512;
 
@@ -365,7 +367,8 @@ bool Node::advance_streams() {
 }
 
 void Node::run_machine() {
-  const Machine::State state = machine_->run(settings.delayed() ? settings.machine.slice : kSlice);
+  const bool quiet = machine_->quiet_seconds() > kQuietBeforeYield_s;
+  const Machine::State state = machine_->run(settings.delayed() ? settings.machine.slice : quiet ? kQuietSlice : kSlice);
   collect_reports();
   if (state == Machine::State::fault) {
     const std::string text = with_place(machine_->fault(), memory);
@@ -396,7 +399,7 @@ void Node::pace() {
     quiet_s = machine_->quiet_seconds();
   }
   if (settings.delayed()) usleep(1000);
-  else if (quiet_s > kQuietBeforeYield_s) usleep(100);
+  else if (quiet_s > kQuietBeforeYield_s) usleep(kQuietSleep_us);
   else if (settings.machine.order == Options::Order::random) {
     random_state_ = random_state_ * 6364136223846793005ull + 1442695040888963407ull;
     if ((random_state_ >> 60) == 0) usleep(static_cast<useconds_t>(random_state_ >> 33 & 0xff));

@@ -10,7 +10,10 @@ Each line is a JSON object with `kind`, `pid` and `rank`:
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,16 @@ class Report:
     @property
     def clean(self) -> bool:
         return not self.faults and not self.coherence
+
+
+@contextmanager
+def unnamed_file() -> Iterator[Path]:
+    """A file without a name in any folder: it is gone with this process, however that ends."""
+    fd = os.memfd_create("mori-sim report")
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{fd}")
+    finally:
+        os.close(fd)
 
 
 def read(path: Path) -> Report:

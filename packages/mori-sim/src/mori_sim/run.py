@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import FrameType
 
@@ -24,8 +23,8 @@ def run(
     command: list[str], settings: dict[str, str], report_file: Path | None, *, show_counters: bool = False
 ) -> int:
     """Runs the command to its end, prints what was found to stderr, and returns the exit code."""
-    with tempfile.TemporaryDirectory(prefix="mori-sim-") as folder:
-        path = (report_file or Path(folder) / "report.jsonl").resolve()
+    with report.unnamed_file() as unnamed:
+        path = report_file.resolve() if report_file else unnamed
         path.write_text("")
         env = program_environment(dict(os.environ), settings | {"MORI_SIM_REPORT": str(path)})
         code = wait_for(subprocess.Popen(command, env=env))

@@ -72,6 +72,12 @@ VARIABLES = (
     Variable(
         "MORI_SIM_LAZY_COPIES", "1 if strict", "0, 1", "SDMA read pointers may move before the bytes land"
     ),
+    Variable(
+        "MORI_SIM_KERNEL_END",
+        "system",
+        "system, agent",
+        "strict: agent: the end of a kernel leaves stores to other devices unpublished",
+    ),
     Variable("MORI_SIM_COPY_DELAY_US", "0", "0 to 1e6", "every SDMA packet waits a random time up to this"),
     Variable(
         "MORI_SIM_SHORT_COPIES",

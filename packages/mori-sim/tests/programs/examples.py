@@ -218,6 +218,7 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
+    assert not torch.cuda.is_available()  # without --torch-cuda torch is left alone
     for check in CHECKS:
         if not sys.argv[1:] or check.__name__ in sys.argv[1:]:
             torch.manual_seed(0)

@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ PROGRAM = Path(__file__).parent / "program.py"
 
 
 def measure(coherence: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="mori-sim-") as folder:
-        settings = {"MORI_SIM_COHERENCE": coherence, "MORI_SIM_REPORT": str(Path(folder) / "report.jsonl")}
-        env = program_environment(dict(os.environ), settings)
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM)], env=env, stdout=subprocess.PIPE, text=True, check=False
-        )
+    settings = {"MORI_SIM_COHERENCE": coherence, "MORI_SIM_REPORT": ""}
+    env = program_environment(dict(os.environ), settings)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], env=env, stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode != 0:
         raise OSError(f"the {coherence} run of the bench ended with {done.returncode}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
