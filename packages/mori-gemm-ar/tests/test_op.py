@@ -279,6 +279,29 @@ def test_products_are_fp32_whatever_the_program_asked_torch_for():
     assert in_this_process(precision) == (True, "medium")
 
 
+def with_memory_that_starts_as_nan():
+    """An op made and called where torch fills all fresh memory with NaN; its operands are gone right after."""
+    with mori_shmem.init("host", timeout_s=20) as comm:
+        torch.use_deterministic_algorithms(True)
+        found = []
+        for mode in MODES[1:]:
+            for dtype in ("bf16", "fp8"):
+                with GemmAllReduce(comm, n=130, k=320, m_max=64, mode=mode, gather_dtype=dtype) as op:
+                    g = gx(33, 130, 320, comm.rank, "blockscale")
+                    operands = [g.a, g.b, g.a_scale, g.b_scale]
+                    out = op(*operands)
+                    for x in operands:
+                        x.view(torch.uint8).fill_(0x7F)
+                    found.append(
+                        torch.equal(out, gx_want(33, 130, 320, comm.world_size, "blockscale", dtype))
+                    )
+        return found
+
+
+def test_GA_8_fresh_memory_full_of_nan_and_operands_that_vanish_change_nothing():
+    assert mori_shmem.run_ranks(with_memory_that_starts_as_nan, 2, timeout_s=60) == [[True] * 8] * 2
+
+
 def test_PK_4_settings_are_checked_and_kept_and_shown():
     def refused_values(comm):
         import os

@@ -42,6 +42,11 @@ class Operands:
     a_scale: torch.Tensor
     b_scale: torch.Tensor
 
+    def to(self, device: torch.device) -> Operands:
+        """The same on a device; itself where it is there already."""
+        tensors = (x.to(device) for x in (self.a, self.b, self.a_scale, self.b_scale))
+        return Operands(self.quant, *tensors)
+
     def grids(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The scales of A and B, one per block."""
         (m, k), (n, _) = self.a.shape, self.b.shape

@@ -50,8 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
-        check_sizes("host" if args.backend == "auto" else args.backend, args.n, args.k, max(1, args.m))
+        args.backend = backend_for(args.backend, world_size)
+        check_sizes(args.backend, args.n, args.k, max(1, args.m))
         cases = cases_from(args)
+        if args.compare and args.backend != "host":
+            raise ValueError(
+                f"--compare {args.compare} is a baseline for the host backend, not {args.backend}"
+            )
     except (MoriError, ValueError) as refusal:
         made.error(str(refusal))
     try:
@@ -61,6 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         for note in getattr(failure, "__notes__", ()):
             print(note, file=sys.stderr)
         return 2
+
+
+def backend_for(asked: str, world_size: int) -> str:
+    """What is asked for; "auto" is the GPUs only where each rank has one of its own."""
+    if asked != "auto":
+        return asked
+    import torch
+    from mori_shmem.comm import backend_of
+
+    found = backend_of("auto")
+    enough = found == "host" or "MORI_SHMEM_BACKEND" in os.environ or torch.cuda.device_count() >= world_size
+    return found if enough else "host"
 
 
 def _run(args: argparse.Namespace, cases: list[Case], world_size: int) -> int:

@@ -23,15 +23,18 @@ def report(found: Run, args: argparse.Namespace) -> bool:
     problem = found.problem
     print(
         f"GEMM + all-reduce [{problem.m}, {problem.n}], k={problem.k} on each of {problem.num_ranks} ranks, "
-        f"{args.quant}, {found.backend} ({mori_bench.cpu_name()})"
+        f"{args.quant}, {found.backend} ({found.device})"
     )
     print(
         f"{args.reps} repetitions in turns after {args.warmup} warm-up, a first run discarded; the slowest "
         "rank of each repetition, median\n"
     )
     print(mori_bench.table([_row(m, found) for m in found.measured], _columns(found)))
-    print("\nphases, us (slowest rank, median)")
-    print(mori_bench.table([_phase_row(m) for m in found.measured if m.case], ["case", *_phases(found)]))
+    for label, reason in found.refused.items():
+        print(f"{label}: not on this target: {reason}")
+    if phases := _phases(found):
+        print("\nphases, us (slowest rank, median)")
+        print(mori_bench.table([_phase_row(m) for m in found.measured if m.case], ["case", *phases]))
     _print_agreement(found)
     _print_verdicts(found)
     _print_picture(found)
@@ -102,6 +105,8 @@ def _print_picture(found: Run) -> None:
     if label is None:
         return
     spans = list(_of_call(found.trace, label, rank=0))
+    if len(spans) < 2:
+        return  # this target does not tell what happens inside a call
     under_gemm = overlap(spans)
     print(f"\none call of {label} on rank 0: the copies of partial sums run while later bands are computed")
     picture = mori_bench.Trace()
@@ -121,11 +126,13 @@ def _of_call(trace: mori_bench.Trace, label: str, rank: int) -> Iterator[Span]:
 
 def overlap(spans: list[Span]) -> float | None:
     """Percent of the time in which partial sums were copied that lies within this rank's gemm."""
-    gemm = next(s for s in spans if s.lane == "phase" and s.name == Phase.GEMM)
-    copies = [s for s in spans if s.name == "chunk"]
+    gemm = next((s for s in spans if s.lane == "phase" and s.name == Phase.GEMM), None)
+    copies = [s for s in spans if s.name == "chunk"] if gemm else []
     total_ns = sum(s.end_ns - s.start_ns for s in copies)
+    if gemm is None or not total_ns:
+        return None
     inside_ns = sum(max(0, min(s.end_ns, gemm.end_ns) - max(s.start_ns, gemm.start_ns)) for s in copies)
-    return 100 * inside_ns / total_ns if total_ns else None
+    return 100 * inside_ns / total_ns
 
 
 def _result(measured: Measured, found: Run, args: argparse.Namespace) -> mori_bench.Result:
@@ -135,7 +142,7 @@ def _result(measured: Measured, found: Run, args: argparse.Namespace) -> mori_be
     return mori_bench.Result(
         op="gemm_ar",
         backend=found.backend,
-        device=mori_bench.cpu_name(),
+        device=found.device,
         world_size=problem.num_ranks,
         mode=case.options.mode if case else UNFUSED,
         shape={"m": problem.m, "n": problem.n, "k": problem.k},

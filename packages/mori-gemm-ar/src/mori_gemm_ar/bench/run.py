@@ -21,6 +21,7 @@ import mori_bench
 import mori_shmem
 import torch
 import torch.distributed as dist
+from mori_shmem.errors import UnsupportedShape
 
 from mori_gemm_ar.bench.cases import Case
 from mori_gemm_ar.bench.check import Checked, check_product, check_sum, exact
@@ -74,8 +75,10 @@ class Run:
 
     problem: Problem
     measured: list[Measured]
+    refused: dict[str, str]  # by label: why this target cannot do a case
     trace: mori_bench.Trace
     backend: str
+    device: str
 
 
 def run(args: argparse.Namespace, cases: list[Case]) -> tuple[Run, int]:
@@ -89,29 +92,47 @@ def run(args: argparse.Namespace, cases: list[Case]) -> tuple[Run, int]:
         want = exact(inputs[CHECKED], problem, comm.rank, comm.all_gather, keep_product=alone)
 
         def check(out: torch.Tensor, case: Case | None) -> Checked:
-            if case is None:
-                return check_sum(
-                    out, want, problem, comm.rank, comm.all_gather, "bf16", roundings=UNFUSED_ROUNDINGS
-                )
-            if not case.options.communicates:
-                return check_product(out, want, problem, comm.all_gather)
-            return check_sum(
-                out, want, problem, comm.rank, comm.all_gather, case.options.gather_dtype or "bf16"
-            )
+            rounds, dtype = (1.0, case.options.gather_dtype) if case else (UNFUSED_ROUNDINGS, "bf16")
+            if dtype is None:
+                return check_product(out.cpu(), want, problem, comm.all_gather)
+            return check_sum(out.cpu(), want, problem, comm.rank, comm.all_gather, dtype, roundings=rounds)
 
-        contenders = [_contender(comm, problem, case, inputs, args.fault, check) for case in cases]
-        if args.compare == "unfused":
-            contenders.append(_unfused(comm, problem, inputs, args.quant, check))
+        given = [x.to(comm.device) for x in inputs]
+        contenders, refused = _contenders(comm, problem, cases, given, args, check)
         measured = _measure(comm, contenders, args)
         trace = _traced(comm, contenders)
         for contender in contenders:
             if contender.op is not None:
                 contender.op.close()
-        found = Run(problem, measured, trace, comm.backend)
-        rank = comm.rank
+        device = (
+            mori_bench.cpu_name() if comm.device.type == "cpu" else torch.cuda.get_device_name(comm.device)
+        )
+        found, rank = Run(problem, measured, refused, trace, comm.backend, device), comm.rank
     if dist.is_initialized():
         dist.destroy_process_group()
     return found, rank
+
+
+def _contenders(
+    comm: mori_shmem.Communicator,
+    problem: Problem,
+    cases: list[Case],
+    given: list[Operands],
+    args: argparse.Namespace,
+    check: Callable[[torch.Tensor, Case | None], Checked],
+) -> tuple[list[Contender], dict[str, str]]:
+    """(what is measured; of `--mode all` the cases that this target cannot do, with its reasons)."""
+    contenders, refused = [], {}
+    for case in cases:
+        try:
+            contenders.append(_contender(comm, problem, case, given, args.fault, check))
+        except UnsupportedShape as reason:
+            if args.mode != "all":
+                raise
+            refused[case.label] = str(reason)
+    if args.compare == "unfused":
+        contenders.append(_unfused(comm, problem, given, args.quant, check))
+    return contenders, refused
 
 
 def _contender(
@@ -171,14 +192,18 @@ def _measure(
     last: dict[str, torch.Tensor] = {}
     first_turn = (CHECKED + args.warmup + args.reps) % TURNS  # so that the last call has the checked operands
 
-    def timed(contender: Contender) -> Callable[[], object]:
+    def timed(contender: Contender) -> mori_bench.Case:
         turns = itertools.count(first_turn)
 
-        def call() -> None:
+        def start() -> None:
             last[contender.label] = contender.call(next(turns) % TURNS)
+
+        def finish() -> None:
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize(comm.device)
             contender.phase_runs.append(contender.phases())
 
-        return call
+        return mori_bench.Case(start, finish)
 
     timings = mori_bench.measure(
         {contender.label: timed(contender) for contender in contenders},
