@@ -280,7 +280,7 @@ def test_products_are_fp32_whatever_the_program_asked_torch_for():
 
 
 def with_memory_that_starts_as_nan():
-    """An op made and called where torch fills all fresh memory with NaN; its operands are gone right after."""
+    """An op made and called where torch fills fresh memory with NaN; its operands are gone right after."""
     with mori_shmem.init("host", timeout_s=20) as comm:
         torch.use_deterministic_algorithms(True)
         found = []

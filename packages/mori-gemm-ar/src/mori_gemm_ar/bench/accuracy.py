@@ -8,6 +8,7 @@ multiplied in float64, and taken through the collective's own roundings.
 from __future__ import annotations
 
 import argparse
+import functools
 from dataclasses import dataclass
 
 import mori_bench
@@ -36,7 +37,8 @@ class Granularity:
     scale_pct: float  # of the bytes of the codes
 
 
-def granularities(seed: int = 0) -> list[Granularity]:
+@functools.cache
+def granularities(seed: int = 0) -> tuple[Granularity, ...]:
     """The error of e4m3fn at each granularity of its fp32 scales."""
     rows, columns = PAYLOAD
     x = torch.randn(PAYLOAD, generator=torch.Generator().manual_seed(seed_for(seed, "payload")))
@@ -53,7 +55,7 @@ def granularities(seed: int = 0) -> list[Granularity]:
                 scale_pct=100 * num_scales * SCALE_BYTES / x.numel(),
             )
         )
-    return found
+    return tuple(found)
 
 
 def _squared_error(x: torch.Tensor, blocks: Blocks) -> float:
