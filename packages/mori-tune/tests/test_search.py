@@ -118,6 +118,17 @@ def test_a_slow_visit_is_repeated_and_set_aside(times_of: TimesOf, search_with: 
     assert verdict.winner.num_slow == 1
 
 
+def test_a_noisy_machine_does_not_crown_one_lucky_visit(search_with: SearchWith) -> None:
+    """Visits that scatter by a factor of 3: the winner's average must not be its single fastest visit."""
+    for seed in range(10):
+        random_ = random.Random(seed)
+        noisy = lambda r=random_: Times({"run": [[100.0 * r.uniform(1, 3)]] * 9}, {})  # noqa: E731
+        search = search_with([noisy] * 30)
+        winner = search.verdict("run").winner
+        assert winner.num_kept >= winner.num_slow
+        assert winner.num_kept >= 2
+
+
 def test_one_disturbed_round_does_not_cost_a_candidate_its_win(
     times_of: TimesOf, search_with: SearchWith
 ) -> None:

@@ -141,10 +141,10 @@ def test_phases_are_confirmed_together_with_their_own_winners(fake_crew: Any, tu
 
 
 def test_slow_crews_and_noise_together(fake_crew: Any, tune_fake: Any) -> None:
-    """One crew in five slow, visits 10 % apart, one candidate in ten kills its crew: 18 of 20 are right."""
+    """One crew in five slow, visits 10 % apart, one candidate in ten kills its crew: 11 of 12 are right."""
     names = [f"c{i}" for i in range(30)]
     right = 0
-    for seed in range(20):
+    for seed in range(12):
         random_ = random.Random(seed)
         true = {name: 100.0 * (1.06 + 0.5 * random_.random()) for name in names}
         best = random_.choice(names)
@@ -169,7 +169,7 @@ def test_slow_crews_and_noise_together(fake_crew: Any, tune_fake: Any) -> None:
         tuned = tune_fake(names, fake_crew(behave))
         assert tuned.num_visits <= 6 * len(names)
         right += tuned.winner("run") == Candidate.of({"name": best})
-    assert right >= 18
+    assert right >= 11
 
 
 def test_TU_4_a_scope_bounds_the_candidates(fake_crew: Any, tune_fake: Any) -> None:

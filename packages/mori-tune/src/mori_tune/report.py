@@ -247,11 +247,11 @@ def rule_values(tuned: Tuned, query: Query) -> dict[str, Any]:
     if winner.bandwidth_gbps is not None:
         values["bandwidth_gbps"] = round(winner.bandwidth_gbps, 3)
     values["bandwidth_metric"] = METRIC
-    values["provenance"] = provenance(tuned, winner, ties=len(verdict.ties))
+    values["provenance"] = provenance(tuned, phase, winner, ties=len(verdict.ties))
     return values
 
 
-def provenance(tuned: Tuned, winner: Standing, *, ties: int) -> Mapping[str, Any]:
+def provenance(tuned: Tuned, phase: str, winner: Standing, *, ties: int) -> Mapping[str, Any]:
     return {
         "origin": "measured",
         "device": str(tuned.device),
@@ -260,6 +260,7 @@ def provenance(tuned: Tuned, winner: Standing, *, ties: int) -> Mapping[str, Any
         "rounds": tuned.how.rounds,
         "visits": winner.num_kept,
         "spread_pct": round(100 * winner.spread, 1),
+        "confirmed_us": round(tuned.confirmed_us[phase], 3),
         "candidates": len(tuned.candidates),
         "scope": tuned.how.scope,
         "margin": tuned.how.margin,

@@ -262,7 +262,7 @@ class Tuning:
     def set_aside(self, group: int, why: str) -> None:
         self.journal.write({"aside": group})
         lost = self.search.set_aside(group)
-        self.note(f"{why}: {lost} visits of processes {group} set aside, to be repeated")
+        self.note(f"{why}: what processes {group} measured is set aside ({lost} visits) and repeated")
 
     def note(self, text: str) -> None:
         self.tuned.notes.append(text)
