@@ -217,6 +217,25 @@ def test_SH_4_more_queues_than_there_are_is_refused_and_leaves_nothing_behind():
         assert "valid are 0..1" in text
 
 
+def rings_that_are_too_small():
+    import os
+
+    os.environ["MORI_SHMEM_RING_BYTES"] = "4096"
+    with mori_shmem.init("host", timeout_s=5) as comm:
+        try:
+            GemmAllReduce(comm, n=N, k=K, m_max=8192, chunks=64)
+        except ArgumentError as refusal:
+            with GemmAllReduce(comm, n=N, k=K, m_max=64) as op:
+                op(*operands(64, comm))
+            return str(refusal)
+
+
+def test_programs_that_no_ring_could_hold_are_refused_when_the_op_is_made():
+    for text in mori_shmem.run_ranks(rings_that_are_too_small, 2, timeout_s=60):
+        assert "64 chunks or bands per peer need" in text
+        assert "it has 4096: raise MORI_SHMEM_RING_BYTES" in text
+
+
 def after_close():
     with mori_shmem.init("host", timeout_s=5) as comm:
         op = GemmAllReduce(comm, n=N, k=K, m_max=64)

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -186,10 +186,8 @@ class Runner:
     def _gemm(self, call: Call) -> None:
         plan = call.plan
         fused = plan.options.mode == "fused-sdma"
-        if fused and self._puts:
-            for owner in plan.owners_from(self._rank):
-                if owner != self._rank:
-                    self._puts.scatter(plan, owner, call.number, call.tag, triggered=True, timed=call.timed)
+        if fused:
+            self._queue_scatter(call, triggered=True)
         call.partials.begin()
         for owner in plan.owners_from(self._rank):
             for chunk, bands in enumerate(plan.bands_by_chunk(owner)):
@@ -207,10 +205,8 @@ class Runner:
         if rows.height == 0:
             return
         self.on_step("band")
-        if call.timed:
-            with call.span("own band" if owner == self._rank else "band", "gemm"):
-                call.partials.store(rows, self._destination(call.plan, owner, rows))
-        else:
+        name = "own band" if owner == self._rank else "band"
+        with call.span(name, "gemm") if call.timed else nullcontext():
             call.partials.store(rows, self._destination(call.plan, owner, rows))
         if call.plan.options.communicates:
             self._check_peers(call)
@@ -254,10 +250,15 @@ class Runner:
         return PeerDied(f"{who}: rank {', '.join(map(str, dead))} died", rank=self._rank, peers=dead)
 
     def _scatter(self, call: Call) -> None:
+        self._queue_scatter(call, triggered=False)
+
+    def _queue_scatter(self, call: Call, *, triggered: bool) -> None:
         assert self._puts is not None
         for owner in call.plan.owners_from(self._rank):
             if owner != self._rank:
-                self._puts.scatter(call.plan, owner, call.number, call.tag, triggered=False, timed=call.timed)
+                self._puts.scatter(
+                    call.plan, owner, call.number, call.tag, triggered=triggered, timed=call.timed
+                )
 
     # ---- my slice ----
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import mori_shmem
 import torch
+from mori_shmem.errors import ArgumentError
 
 from mori_gemm_ar.layout import FLAG_BYTES, Layout
 from mori_gemm_ar.options import Options
@@ -36,11 +37,28 @@ class Puts:
             for peer in range(comm.world_size)
             if peer != comm.rank
         }
+        if comm.world_size > 1:
+            self._check_rings(options)
         self._stamps = window.tensor(
             (2, comm.world_size, layout.stamps.nbytes // (4 * comm.world_size * FLAG_BYTES), 2),
             torch.int64,
             layout.stamps.offset_bytes,
         )
+
+    def _check_rings(self, options: Options) -> None:
+        """Programs that wait for this rank's own flags must fit into a ring whole: nobody would make room."""
+        waiting = max(options.chunks or 0, (options.gather_bands or 0) * (options.publish == "writethrough"))
+        queue = next(iter(self._queues.values()))[0]
+        step = mori_shmem.PutProgram()
+        step.wait(self._window.at(0), 1)
+        self._copy(step, queue.peer, [(0, 0, self._window.nbytes)] * 2, 0)
+        step.signal(self._window.at(0, queue.peer), 1 << 40)
+        needed = waiting * step.encoded_for(queue.comm, queue.peer).nbytes
+        if needed > queue.core.ring_bytes:
+            raise ArgumentError(
+                f"{waiting} chunks or bands per peer need {needed} bytes in a copy queue's ring, it has "
+                f"{queue.core.ring_bytes}: raise MORI_SHMEM_RING_BYTES, or ask for fewer"
+            )
 
     def scatter(self, plan: Plan, owner: int, call: int, tag: int, *, triggered: bool, timed: bool) -> None:
         """My partial sums of a slice to its owner. Triggered: each chunk when its `done` flag says so."""
