@@ -78,22 +78,22 @@ def test_torch_distributed_works_in_them_side_by_side() -> None:
 
 
 def test_the_first_failure_is_raised_with_its_traceback_and_the_rest_are_ended() -> None:
-    def rank(pid_file: str) -> None:
-        pathlib.Path(f"{pid_file}{my_rank()}").write_text(str(os.getpid()))
+    def rank(folder: str) -> None:
+        pathlib.Path(folder, str(os.getpid())).touch()
         if my_rank() == 2:
-            while len(list(pathlib.Path(pid_file).parent.iterdir())) < 4:
+            while len(os.listdir(folder)) < 4:
                 time.sleep(0.01)
             raise KeyError(f"the real reason, at {time.monotonic()}")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank that must be killed
         time.sleep(60)
 
     with pytest.raises(KeyError, match=r"the real reason") as failed:
-        mori_shmem.run_ranks(rank, 4, f"{_scratch()}/pid")
-    assert time.monotonic() - float(failed.value.args[0].split()[-1]) < 3
+        mori_shmem.run_ranks(rank, 4, str(_scratch()))
+    assert time.monotonic() - float(failed.value.args[0].split()[-1]) < 5  # 1.1 on an idle machine
     (note,) = failed.value.__notes__
     assert note.startswith("raised by rank 2 of 4:")
     assert "in rank" in note
-    pids = [int(p.read_text()) for p in pathlib.Path(_scratch()).glob("pid*")]
+    pids = [int(p.name) for p in _scratch().iterdir()]
     assert len(pids) == 4
     assert all(_ended(pid) for pid in pids)
 
