@@ -221,20 +221,24 @@ _LONG_RUN = """
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_outlives_the_caller(end: signal.Signals) -> None:
-    (folder := _scratch() / "pids").mkdir()
-    code = textwrap.dedent(_LONG_RUN).replace("FOLDER", repr(str(folder)))
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as caller:
-        while len(pids := [int(p.name) for p in folder.iterdir()]) < 3:
+def test_nothing_outlives_the_caller() -> None:
+    """Two callers at once; one is interrupted, the other killed."""
+    ends = (signal.SIGINT, signal.SIGKILL)
+    callers = []
+    for end in ends:
+        (folder := _scratch() / end.name).mkdir()
+        code = textwrap.dedent(_LONG_RUN).replace("FOLDER", repr(str(folder)))
+        callers.append(subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True))
+    for end, caller in zip(ends, callers, strict=True):
+        while len(pids := [int(p.name) for p in (_scratch() / end.name).iterdir()]) < 3:
             time.sleep(0.02)
         (supervisor,) = {_parent(pid) for pid in pids}
         server = _parent(supervisor)
         caller.send_signal(end)
         _, stderr = caller.communicate(timeout=10)
-    assert caller.returncode != 0
-    assert ("KeyboardInterrupt" in stderr) == (end == signal.SIGINT)
-    assert [pid for pid in (*pids, supervisor, server) if not _ended(pid, 4.0)] == []
+        assert caller.returncode != 0
+        assert ("KeyboardInterrupt" in stderr) == (end == signal.SIGINT)
+        assert [pid for pid in (*pids, supervisor, server) if not _ended(pid, 4.0)] == []
 
 
 def _parent(pid: int) -> int:
