@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ def num_gpus_here() -> int:
         return len(nvidia)
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     return sum("simd_count 0\n" not in p.read_text() for p in nodes)
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs are born deaf to Ctrl-C, and so would be the processes that tests start."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
