@@ -9,7 +9,9 @@ file.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import io
 import pickle
 import sys
 from collections.abc import Callable
@@ -37,11 +39,26 @@ def dumps_for_ranks(fn: Callable[..., object], args: tuple[object, ...]) -> byte
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps((fn, args))  # type: ignore[no-any-return]
+        return _dumps_with_modules((fn, args))
     finally:
         for module in modules:
             if module.__name__ in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.unregister_pickle_by_value(module)
+
+
+def _dumps_with_modules(value: object) -> bytes:
+    """cloudpickle.dumps, but imported modules of a class of their own (torch.ops) go by name as others do."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, ModuleType) and type(obj) is not ModuleType and obj.__name__ in sys.modules:
+                return importlib.import_module, (obj.__name__,)
+            return super().reducer_override(obj)
+
+    with io.BytesIO() as file:
+        Pickler(file, protocol=cloudpickle.DEFAULT_PROTOCOL).dump(value)
+        return file.getvalue()
 
 
 def _home(thing: Any) -> ModuleType | None:
