@@ -260,15 +260,18 @@ def many_ops():
 
     with mori_shmem.init("host", timeout_s=20) as comm:
         counts = []
-        for _ in range(60):
-            with GemmAllReduce(comm, n=N, k=K, m_max=64) as op:
+        for turn in range(60):
+            gather = ("sdma", "lsa")[
+                turn % 2
+            ]  # closed at once: the queues must be past the last flag by then
+            with GemmAllReduce(comm, n=N, k=K, m_max=64, gather_transport=gather) as op:
                 op(*operands(64, comm))
             counts.append(len(open_fds()))
         return counts[5], counts[-1]
 
 
 def test_SH_3_making_and_closing_ops_leaves_nothing_open():
-    for early, late in mori_shmem.run_ranks(many_ops, 2, timeout_s=100):
+    for early, late in mori_shmem.run_ranks(many_ops, 3, timeout_s=100):
         assert late <= early + 2
 
 

@@ -12,9 +12,12 @@ Call e on rank r, with S(o) the slice of owner o; a mode has some of these phase
   drain       wait for arrived[s][c] >= e from every peer s, for every chunk c
   reduce      S(r) = the W partial sums, r's own in its place, added in rank order in fp32, rounded once
   quantize    S(r) -> e4m3fn codes and row scales in staging (fp8; within reduce if fuse_quantize)
-  gather      put S(r) to every peer -> gathered[r][part] = e there; wait for all gathered[s] >= e; `quiet`
+  gather      put S(r) to every peer -> gathered[r][part] = e there; wait for all gathered[s] >= e
   dequantize  everyone's slot of staging -> output
   pull        ready[r] = e at every peer; for every owner o: wait ready[o] >= e, its staging -> output
+
+A call returns when its phases are done and this rank's queues are idle (`quiet`): a flag can be seen before
+the queue that set it is past it, since a queue writes its two halves one after the other.
 
 Every flag is set in every call, also for a slice without rows: the proofs below rest on that. A flag has one
 writer and only grows. It holds e << 24 | m, so that ranks which were called with different M find out before
@@ -168,8 +171,11 @@ class Runner:
                 self.on_step(phase)
                 with call.span(phase, "phase"), self._naming_the_dead(call):
                     steps[phase](call)
-        if timed and self._puts:
-            self._record_puts(call)
+        if self._puts:
+            with self._naming_the_dead(call):
+                self._puts.quiet()
+            if timed:
+                self._record_puts(call)
         return self._output[: plan.problem.m], call.spans
 
     def poison(self, m: int) -> None:
@@ -362,7 +368,6 @@ class Runner:
             for part in parts:
                 flag = self._window.at(self._layout.gathered_flag(source, part))
                 self._await(call, flag, source, f"finished rows, part {part}")
-        self._puts.quiet()
 
     def _dequantize(self, call: Call) -> None:
         for owner in range(self._world_size):
