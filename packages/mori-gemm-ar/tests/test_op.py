@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import mori_shmem
 import pytest
@@ -359,3 +360,41 @@ def test_PK_1_importing_is_quick_and_starts_nothing():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "GemmAllReduce" in done.stdout
+
+
+def two_threads_with_out():
+    """(right results, wrong ones) of two threads that share an op and pass `out`."""
+    n, k, m, counts = 512, 256, 256, {True: 0, False: 0}
+    with mori_shmem.init("host", timeout_s=20) as comm, GemmAllReduce(comm, n=n, k=k, m_max=m) as op:
+
+        def work(sign):
+            g = gx(m, n, k, 0, "blockscale")
+            want, out = gx_want(m, n, k, 1, "blockscale") * sign, torch.empty(m, n, dtype=torch.bfloat16)
+            for _ in range(150):
+                try:
+                    op(g.a, g.b, g.a_scale * sign, g.b_scale, out=out)
+                except MoriError:
+                    continue  # the other one has it
+                counts[torch.equal(out, want)] += 1
+
+        threads = [threading.Thread(target=work, args=(sign,)) for sign in (1, -1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return counts[True], counts[False]
+
+
+def test_a_result_is_copied_to_out_before_another_thread_may_call():
+    ((right, wrong),) = mori_shmem.run_ranks(two_threads_with_out, 1)
+    assert right > 0
+    assert wrong == 0
+
+
+def test_what_supports_says_is_what_the_constructor_does():
+    sizes = {"n": 256, "k": 256, "m_max": 64, "world_size": 2}
+    assert GemmAllReduce.supports(**sizes, self_test=False)
+    assert "chunk" in GemmAllReduce.supports(**sizes, chunk=3).reason
+    assert not GemmAllReduce.supports(**{**sizes, "n": 10**9, "m_max": 10**7})
+    with pytest.raises(UnsupportedShape, match="world_size=0"):
+        GemmAllReduce.window_bytes_for(n=256, m_max=64, world_size=0)

@@ -39,7 +39,7 @@ from mori_gemm_ar.quant.operands import a_scale_grid, b_scale_grid, check_codes
 from mori_gemm_ar.quant.padding import pad_rows
 from mori_gemm_ar.reference import fp8_wire
 from mori_gemm_ar.settings import PULL_BLOCKS, SELF_TEST, TABLE
-from mori_gemm_ar.support import Support, check_sizes, supports
+from mori_gemm_ar.support import Support, check_sizes, supports, window_bytes
 from mori_gemm_ar.targets import target_for
 
 if TYPE_CHECKING:
@@ -130,13 +130,13 @@ class GemmAllReduce:
         *, n: int, m_max: int, world_size: int, k: int | None = None, backend: str = "host", **options: Any
     ) -> int:
         """The bytes of symmetric memory that such an op allocates on every rank, whatever k is."""
-        nbytes: int = target_for(backend).layout_for(m_max, n, world_size, resolve(**options)).nbytes
-        return nbytes
+        return window_bytes(backend, n, m_max, world_size, options)
 
     # ---- rows ----
 
     def padded_m(self, m: int) -> int:
         """The rows that a call of m rows works on. Padding is the op's own business: pass m rows."""
+        self._check_rows(m)
         multiple: int = self._target.ROW_MULTIPLE
         return -(-m // multiple) * multiple
 
@@ -166,11 +166,11 @@ class GemmAllReduce:
         m = self._check_operands(a, b, out)
         a_grid = a_scale_grid(a_scale, self.options.quant, m, self.k, self.comm.device)
         b_grid = b_scale_grid(b_scale, self.options.quant, self.n, self.k, self.comm.device)
-        result = self._run(m, self._gemm.partials(a, b, a_grid, b_grid))
-        return result if out is None else out.copy_(result)
+        return self._run(m, self._gemm.partials(a, b, a_grid, b_grid), out)
 
-    def _run(self, m: int, partials: Any) -> torch.Tensor:
-        """One call on the target; whatever goes wrong in it ends the op."""
+    def _run(self, m: int, partials: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """One call on the target, its result copied to `out` while the op is still this thread's; whatever
+        goes wrong in it ends the op."""
         if not self._lock.acquire(blocking=False):
             raise MoriError(
                 "this op is in a call already, on another thread: calls of one op are made one after the "
@@ -181,6 +181,7 @@ class GemmAllReduce:
             self._calls += 1
             plan = self._plan(m)
             result, spans = self._runner.run(plan, self._calls, partials, timed=self.trace is not None)
+            output: torch.Tensor = result if out is None else out.copy_(result)
         except BaseException as error:
             self._broken = error
             raise
@@ -190,11 +191,11 @@ class GemmAllReduce:
         if self.trace is not None:
             for span in spans:
                 self.trace.add(span.name, span.lane, span.start_ns, span.end_ns)
-        output: torch.Tensor = result
         return output
 
     def plan(self, m: int) -> Plan:
         """How a call of m rows is carried out."""
+        self._check_rows(m)
         return self._plan(m)
 
     def _plan_for(self, m: int) -> Plan:
@@ -257,17 +258,22 @@ class GemmAllReduce:
                 "op"
             )
 
+    def _check_rows(self, m: int) -> None:
+        if type(m) is not int or m < 0:
+            raise UnsupportedShape(f"m={m!r}: a whole number from 0 to m_max={self.m_max}")
+        if m > self.m_max:
+            raise UnsupportedShape(
+                f"a has M={m} rows, this op was made for m_max={self.m_max}: make one with a larger m_max, "
+                "or pass fewer rows at a time"
+            )
+
     def _check_operands(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> int:
         """M, once everything about the matrices is in order."""
         device = self.comm.device
         check_codes("a", a, self.k, device)
         check_codes("b", b, self.k, device, self.n)
         m = a.shape[0]
-        if m > self.m_max:
-            raise UnsupportedShape(
-                f"a has M={m} rows, this op was made for m_max={self.m_max}: make one with a larger m_max, "
-                "or pass fewer rows at a time"
-            )
+        self._check_rows(m)
         if out is None:
             return m
         if out.dtype != torch.bfloat16 or tuple(out.shape) != (m, self.n) or out.device.type != device.type:

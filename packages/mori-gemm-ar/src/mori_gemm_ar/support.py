@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mori_shmem.errors import MoriError, UnsupportedShape
+from mori_shmem.errors import ArgumentError, MoriError, UnsupportedShape
 
 from mori_gemm_ar.layout import MAX_ROWS
 from mori_gemm_ar.options import resolve
 from mori_gemm_ar.targets import target_for
+
+MAX_WINDOW_BYTES = 1 << 46  # what mori-shmem maps of one rank
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,30 @@ def supports(
     """Whether an op of these sizes and options can be made."""
     try:
         check_sizes(backend, n, k, m_max)
-        if type(world_size) is not int or world_size < 1:
-            raise UnsupportedShape(f"world_size={world_size!r}: a whole number of at least 1")
-        resolve(**options)
+        window_bytes(backend, n, m_max, world_size, options)
     except MoriError as refusal:
         return Support(str(refusal))
     return Support()
+
+
+def window_bytes(backend: str, n: int, m_max: int, world_size: int, options: Mapping[str, Any]) -> int:
+    """What such an op allocates on each rank. `options` as for the constructor, self_test among them."""
+    for name, value in (("n", n), ("m_max", m_max), ("world_size", world_size)):
+        if type(value) is not int or value < 1:
+            raise UnsupportedShape(f"{name}={value!r}: a whole number of at least 1")
+    known = inspect.signature(resolve).parameters.keys() - {"default_pull_blocks"}
+    given = {name: value for name, value in options.items() if name != "self_test"}
+    if unknown := given.keys() - known:
+        raise ArgumentError(
+            f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}"
+        )
+    nbytes: int = target_for(backend).layout_for(m_max, n, world_size, resolve(**given)).nbytes
+    if nbytes > MAX_WINDOW_BYTES:
+        raise UnsupportedShape(
+            f"n={n}, m_max={m_max} on {world_size} ranks need a window of {nbytes} bytes, at most "
+            f"{MAX_WINDOW_BYTES} can be had: use a smaller m_max"
+        )
+    return nbytes
 
 
 def check_sizes(backend: str, n: int, k: int, m_max: int) -> None:

@@ -211,11 +211,13 @@ def warn_of_misspelt_variables() -> None:
     nobody.
     """
     declared = {s.variable for table in list(_TABLES.values()) for s in table}
-    unknown = [v for v in os.environ if v.startswith("MORI_") and v not in declared and v not in _reported]
+    unknown = [
+        v for v in os.environ if v.upper().startswith("MORI_") and v not in declared and v not in _reported
+    ]
     if not unknown or os.environ.get("RANK", "0") != "0":
         return
     for variable in unknown:
-        closest = difflib.get_close_matches(variable, declared, n=1, cutoff=0.85)
+        closest = difflib.get_close_matches(variable.upper(), declared, n=1, cutoff=0.8)
         if not closest or _belongs_to_unimported_package(variable):
             continue
         with _report_lock:

@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
         args.backend = backend_for(args.backend, world_size)
+        if args.m < 0:
+            raise ValueError(f"-m {args.m}: at least 0 rows")
         check_sizes(args.backend, args.n, args.k, max(1, args.m))
         cases = cases_from(args)
         if args.compare and args.backend != "host":
@@ -61,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error(str(refusal))
     try:
         return _run(args, cases, world_size)
+    except KeyboardInterrupt:
+        print("interrupted; the ranks have been ended", file=sys.stderr)
+        return 130
     except MoriError as failure:
         print(f"mori-gemm-ar-bench: {type(failure).__name__}: {failure}", file=sys.stderr)
         for note in getattr(failure, "__notes__", ()):

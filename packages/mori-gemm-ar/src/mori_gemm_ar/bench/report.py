@@ -51,7 +51,16 @@ def validated(found: Run) -> bool:
 
 
 def _columns(found: Run) -> list[str]:
-    return ["mode", "wire", "max_rank_time_us", "spread_pct", "gflops", "rel_l2", "validated"]
+    return [
+        "mode",
+        "wire",
+        "max_rank_time_us",
+        "spread_pct",
+        "gflops",
+        "rel_l2",
+        "validated",
+        *_marks_column(found),
+    ]
 
 
 def _row(measured: Measured, found: Run) -> dict[str, object]:
@@ -64,7 +73,17 @@ def _row(measured: Measured, found: Run) -> dict[str, object]:
         "gflops": found.problem.flops * found.problem.num_ranks / time_us / 1e3,
         "rel_l2": measured.checked.rel_l2,
         "validated": measured.validated,
+        "marks": _marks(measured),
     }
+
+
+def _marks(measured: Measured) -> str:
+    """What speaks against a time, in the words of docs/measuring.md."""
+    return ", ".join(mark for mark in ("unstable", "disturbed") if getattr(measured.timing, mark))
+
+
+def _marks_column(found: Run) -> list[str]:
+    return ["marks"] if any(_marks(m) for m in found.measured) else []
 
 
 def _phases(found: Run) -> list[str]:
@@ -108,7 +127,7 @@ def _print_picture(found: Run) -> None:
     if len(spans) < 2:
         return  # this target does not tell what happens inside a call
     under_gemm = overlap(spans)
-    print(f"\none call of {label} on rank 0: the copies of partial sums run while later bands are computed")
+    print(f"\none call of {label} on rank 0")
     picture = mori_bench.Trace()
     picture.spans = [s for s in spans if s.lane != "call"]
     print(picture.draw())

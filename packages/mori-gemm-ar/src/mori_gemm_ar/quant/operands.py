@@ -30,6 +30,10 @@ def check_codes(
     name: str, codes: torch.Tensor, columns: int, device: torch.device, rows: int | None = None
 ) -> None:
     """Raise unless `codes` is a [rows, columns] matrix of e4m3fn that can be read by its row stride."""
+    if not isinstance(codes, torch.Tensor):
+        raise UnsupportedShape(
+            f"{name} is a {type(codes).__name__}, wanted is a torch.Tensor of float8_e4m3fn"
+        )
     if codes.dtype == torch.float8_e4m3fnuz:
         raise UnsupportedShape(
             f"{name} is float8_e4m3fnuz, this op computes with float8_e4m3fn: there the same byte is twice "

@@ -32,6 +32,11 @@ class Puts:
     ) -> None:
         self._window, self._layout, self._fp8 = window, layout, options.gather_dtype == "fp8"
         self._rank = comm.rank
+        if (options.sdma_queues or 0) > comm.num_queues:
+            raise ArgumentError(
+                f"sdma_queues={options.sdma_queues}: this communicator has {comm.num_queues} to each peer "
+                "(MORI_SHMEM_QUEUES, max_queues= of init); ask for fewer, or allow more there"
+            )
         self._queues = {
             peer: [comm.queue(peer, index) for index in range(options.sdma_queues or 0)]
             for peer in range(comm.world_size)
