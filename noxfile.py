@@ -119,7 +119,7 @@ def build(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Runs every command and Python block of README.md and docs/ that needs no special hardware."""
-    sync(session, "--all-packages", "--group=dev")
+    sync(session, "--all-packages", "--all-extras", "--group=dev")
     session.run("pytest", "-q", "tests/test_docs.py", *session.posargs)
 
 
