@@ -187,3 +187,13 @@ def test_PK_4_changing_a_variable_after_init_changes_no_live_object() -> None:
 def test_a_rank_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 2 exited with status 3"):
         mori_shmem.run_ranks(lambda: os._exit(3) if os.environ["RANK"] == "1" else None, 2)
+
+
+def test_PK_4_an_interface_that_is_not_there_is_named_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MORI_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(SettingError, match=r"MORI_SOCKET_IFNAME='nosuch0'.* lo"):
+        mori_shmem.run_ranks(os.getpid, 2)  # refused before a rank is started
+    monkeypatch.setenv("MORI_SOCKET_IFNAME", "lo")
+    assert mori_shmem.run_ranks(os.getenv, 2, "GLOO_SOCKET_IFNAME") == ["lo", "lo"]

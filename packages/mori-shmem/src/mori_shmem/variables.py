@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 from mori_shmem.settings import Setting, SettingsTable
 
 TABLE = SettingsTable("mori-shmem")
@@ -12,6 +14,14 @@ BACKEND = TABLE.add(
         "auto",
         choices=("auto", "host", "cuda", "rocm"),
         doc='target that backend="auto" means; auto takes what this machine has',
+    )
+)
+SOCKET_IFNAME = TABLE.add(
+    Setting(
+        "MORI_SOCKET_IFNAME",
+        "lo",
+        choices=tuple(name for _, name in socket.if_nameindex()),  # what this machine has
+        doc="network interface of torch.distributed's sockets between ranks that run_ranks starts",
     )
 )
 TIMEOUT_S = TABLE.add(

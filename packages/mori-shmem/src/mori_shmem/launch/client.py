@@ -19,6 +19,7 @@ from mori_shmem.errors import ArgumentError, RankFailed, RunTimeout
 from mori_shmem.launch import wire
 from mori_shmem.launch.messages import Job, Raised, Report, Returned, Stopped, TimedOut
 from mori_shmem.launch.pickling import dumps_for_ranks, loads
+from mori_shmem.variables import SOCKET_IFNAME, TABLE
 
 _GOODBYE_S = 5.0  # the supervisor needs at most two seconds
 _BOOT = "import sys; sys.path[:] = {path!r}; from mori_shmem.launch.server import serve; serve({fd})"
@@ -53,7 +54,7 @@ def run_job(
         world_size=world_size,
         timeout_s=timeout_s,
         stop_at_first_failure=stop_at_first_failure,
-        environ=dict(os.environ),
+        environ={"GLOO_SOCKET_IFNAME": TABLE.read()[SOCKET_IFNAME], **os.environ},
         cwd=os.getcwd(),
         sys_path=list(sys.path),
         argv=list(sys.argv),

@@ -84,7 +84,7 @@ def _importable(module: ModuleType) -> bool:
         if spec is None:
             return False
         path, origin = spec.submodule_search_locations, spec.origin
-    return bool(origin == file)
+    return origin in (file, "frozen", "built-in")
 
 
 def _find(name: str, path: Any) -> Any:
