@@ -6,13 +6,13 @@ The compiler is a fake: it records its calls in a folder and returns bytes made 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import time
 from pathlib import Path
 
+import mori_shmem
 import pytest
-from mori_shmem.errors import ArgumentError, SettingError
+from mori_shmem.errors import ArgumentError, RankFailed, SettingError
 from mori_shmem.jit import Source, Variant, build
 from mori_shmem.jit import build as build_function
 from mori_shmem.jit.cache import Cache, key_of
@@ -128,8 +128,7 @@ def first_use(arguments: tuple[Path, Path, Path]) -> bytes:
 def test_PK_5_eight_processes_at_once_make_one_artefact(tmp_path: Path) -> None:
     source = write_kernel(tmp_path / "src")
     job = (source, tmp_path / "log", tmp_path / "cache")
-    with multiprocessing.get_context("spawn").Pool(8) as pool:
-        got = pool.map(first_use, [job] * 8, chunksize=1)
+    got = mori_shmem.run_ranks(first_use, 8, job, timeout_s=60)
     assert len(set(got)) == 1
     assert FakeCompiler(tmp_path / "log").calls == 1
     assert len(list((tmp_path / "cache").glob("*.cubin"))) == 1
@@ -161,10 +160,8 @@ def killed_while_writing(folder: Path, source: Path, log: Path) -> None:
 def test_PK_5_a_writer_killed_half_way_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     source = write_kernel(tmp_path / "src")
     job = (tmp_path / "cache", source, tmp_path / "log")
-    dying = multiprocessing.get_context("spawn").Process(target=killed_while_writing, args=job)
-    dying.start()
-    dying.join(60)
-    assert dying.exitcode == -9
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        mori_shmem.run_ranks(killed_while_writing, 1, *job, timeout_s=60)
     compiler, cache = FakeCompiler(tmp_path / "log"), Cache(tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*.cubin"))
     assert build(variant(source), compiler=compiler, cache=cache)
