@@ -68,7 +68,8 @@ def test_under_torchrun(tmp_path: pathlib.Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[1:] == ["rank 0 done", "rank 1 done"]
+    for rank in (0, 1):  # one pipe: a line's end may come after the other's text
+        assert done.stdout.count(f"rank {rank} done") == 1
 
 
 def test_from_process_groups_and_disjoint_subgroups() -> None:
