@@ -92,7 +92,7 @@ def test_commands_are_what_a_person_would_type() -> None:
 
 
 def test_a_variables_value_cannot_become_a_command() -> None:
-    evil = "$(touch /tmp/x); rm -rf ~ '\""
+    evil = "$(touch owned); rm -rf ~ '\""
     remote = agent_command(Host("b", environ={"MORI_X": evil}))[-1]
     assert f"MORI_X={evil}" in shlex.split(remote)
 

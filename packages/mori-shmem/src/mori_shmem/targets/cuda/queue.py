@@ -23,6 +23,7 @@ forgotten.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
     from mori_shmem.targets.cuda.fabric import Fabric
 
 
-class _Verbs:
+class _Verbs(ABC):
     """The verbs of a put program, lowered and handed on."""
 
+    @abstractmethod
     def _take(self, operations: list[Operation]) -> None:
-        raise NotImplementedError
+        """What becomes of a verb's operations."""
 
     def put(self, dst: int, src: int, nbytes: int) -> None:
         self._take(lowering.put(dst, src, nbytes))
