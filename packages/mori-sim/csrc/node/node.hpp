@@ -32,6 +32,8 @@
 
 namespace mori_sim {
 
+constexpr int kExitAfterFault = 70;  // of a process whose program swallowed the fault
+
 enum HipCode {
   kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotInitialized = 3, kInvalidConfiguration = 9,
   kInvalidDevicePointer = 17, kInvalidDevice = 101, kInvalidImage = 200, kInvalidContext = 201, kMapFailed = 205,
