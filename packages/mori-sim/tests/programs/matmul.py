@@ -17,12 +17,44 @@ BLOCK = 128  # k that share a scale, and k of one step
 FP8, FP4 = 0, 4  # operand formats of the f8f6f4 instructions
 
 
+def launcher(kernel, side, threads):
+    """A workgroup of `threads` makes one side x side tile of out."""
+
+    @flyc.jit
+    def launch(
+        a: fx.Int64,
+        b: fx.Int64,
+        sa: fx.Int64,
+        sb: fx.Int64,
+        out: fx.Int64,
+        m: fx.Int32,
+        n: fx.Int32,
+        stream: fx.Stream = fx.Stream(None),
+    ):
+        kernel(a, b, sa, sb, out, m, n).launch(
+            grid=(m // side, n // side, 1), block=(threads, 1, 1), stream=stream
+        )
+
+    return launch
+
+
+def row_and_part():
+    lane = fx.thread_idx.x % 64
+    return lane % 16, lane // 16
+
+
 def nothing():
     return fx.Vector.filled(4, 0.0, fx.Float32)
 
 
 def join(first, second):
     return first.shuffle(second, list(range(8)))
+
+
+def operand_128(address):
+    """The 32 bytes of an 8-bit operand that a lane holds, from memory."""
+    words = pointer(fx.Int32, address, 16)
+    return join(fx.generic_load(words, count=4), fx.generic_load(words + 16, count=4))
 
 
 def product_128(a, b, c, formats=(FP8, FP8), scales=None):
@@ -33,11 +65,17 @@ def product_128(a, b, c, formats=(FP8, FP8), scales=None):
     )
 
 
-def store_tile(out, n, row, column, tile):
-    values = tile.to(fx.BFloat16)
+def row_weights(scales, first, blocks, block, factor):
+    """`factor` times the scales of four rows of a."""
+    weights = [fx.generic_load(scales + ((first + i) * blocks + block)) * factor for i in range(4)]
+    return fx.Vector.from_elements(weights, fx.Float32)
+
+
+def store_tile(out, n, row, column, values):
+    kind, nbytes = (fx.BFloat16, 2) if values.dtype is fx.BFloat16 else (fx.Float32, 4)
     for i in fx.range_constexpr(4):
         fx.generic_store(
-            pointer(fx.BFloat16, out, 2) + (fx.Int64(row + i) * fx.Int64(n) + fx.Int64(column)), values[i]
+            pointer(kind, out, nbytes) + (fx.Int64(row + i) * fx.Int64(n) + fx.Int64(column)), values[i]
         )
 
 
@@ -47,25 +85,20 @@ def direct(k, wide):
     blocks = k // BLOCK
 
     @flyc.kernel
-    def matmul_direct(a: fx.Int64, b: fx.Int64, sa: fx.Int64, sb: fx.Int64, out: fx.Int64, n: fx.Int32):
-        lane = fx.thread_idx.x
-        row, part = lane % 16, lane // 16
+    def matmul_direct(
+        a: fx.Int64, b: fx.Int64, sa: fx.Int64, sb: fx.Int64, out: fx.Int64, m: fx.Int32, n: fx.Int32
+    ):
+        row, part = row_and_part()
         top, left = fx.block_idx.x * 16, fx.block_idx.y * 16
         row_a, row_b = a + fx.Int64(top + row) * k, b + fx.Int64(left + row) * k
-        scale_a = pointer(fx.Float32, sa, 4) + (top + 4 * part) * blocks
+        scale_a = pointer(fx.Float32, sa, 4)
         scale_b = pointer(fx.Float32, sb, 4) + (left // BLOCK) * blocks
         total = nothing()
         for block in range(blocks):
             at = fx.Int64(block * BLOCK)
             tile = nothing()
             if fx.const_expr(wide):
-                first_a, first_b = (
-                    pointer(fx.Int32, r + at + fx.Int64(part * 16), 16) for r in (row_a, row_b)
-                )
-                eight_a, eight_b = (
-                    join(fx.generic_load(p, count=4), fx.generic_load(p + 16, count=4))
-                    for p in (first_a, first_b)
-                )
+                eight_a, eight_b = (operand_128(r + at + fx.Int64(part * 16)) for r in (row_a, row_b))
                 tile = product_128(eight_a, eight_b, tile)
             else:
                 first_a, first_b = (pointer(fx.Int64, r + at + fx.Int64(part * 8), 8) for r in (row_a, row_b))
@@ -80,26 +113,10 @@ def direct(k, wide):
                     ]
                     tile = fx.Vector(fx.rocdl.mfma_f32_16x16x32_fp8_fp8(fx.Float32x4.ir_type, operands))
             factor = fx.generic_load(scale_b + block)
-            weights = [fx.generic_load(scale_a + (i * blocks + block)) * factor for i in range(4)]
-            total = total + tile * fx.Vector.from_elements(weights, fx.Float32)
-        store_tile(out, n, top + 4 * part, left + row, total)
+            total = total + tile * row_weights(scale_a, top + 4 * part, blocks, block, factor)
+        store_tile(out, n, top + 4 * part, left + row, total.to(fx.BFloat16))
 
-    @flyc.jit
-    def launch(
-        a: fx.Int64,
-        b: fx.Int64,
-        sa: fx.Int64,
-        sb: fx.Int64,
-        out: fx.Int64,
-        m: fx.Int32,
-        n: fx.Int32,
-        stream: fx.Stream = fx.Stream(None),
-    ):
-        matmul_direct(a, b, sa, sb, out, n).launch(
-            grid=(m // 16, n // 16, 1), block=(64, 1, 1), stream=stream
-        )
-
-    return launch
+    return launcher(matmul_direct, side=16, threads=64)
 
 
 # ---- four waves, a 64 x 64 tile; two LDS buffers for each operand, filled by DMA one step ahead
@@ -121,7 +138,7 @@ def staged(k, asynchronous):
     ):
         lane = fx.thread_idx.x % 64
         wave = fx.Int32(fx.rocdl.readfirstlane(fx.Int32.ir_type, (fx.thread_idx.x // 64).ir_value()))
-        row, part = lane % 16, lane // 16
+        row, part = row_and_part()
         top, left = fx.block_idx.x * SIDE, fx.block_idx.y * SIDE
         down, across = (wave // 2) * 32, (wave % 2) * 32
         shared = fx.SharedAllocator().allocate(Shared).peek()
@@ -181,55 +198,33 @@ def staged(k, asynchronous):
             factor = fx.generic_load(scale_b + block)
             tiles = []
             for i in fx.range_constexpr(2):
-                first = top + down + 16 * i + 4 * part
-                weights = [
-                    fx.generic_load(scale_a + ((first + q) * blocks + block)) * factor for q in range(4)
-                ]
+                weights = row_weights(scale_a, top + down + 16 * i + 4 * part, blocks, block, factor)
                 for j in fx.range_constexpr(2):
-                    tiles.append(
-                        product_128(parts_a[i], parts_b[j], nothing())
-                        * fx.Vector.from_elements(weights, fx.Float32)
-                    )
+                    tiles.append(product_128(parts_a[i], parts_b[j], nothing()) * weights)
             t0, t1, t2, t3 = t0 + tiles[0], t1 + tiles[1], t2 + tiles[2], t3 + tiles[3]
             arrived()
         for i, tile in enumerate((t0, t1, t2, t3)):
-            store_tile(
-                out, n, top + down + (i // 2) * 16 + 4 * part, left + across + (i % 2) * 16 + row, tile
-            )
+            first = top + down + (i // 2) * 16 + 4 * part
+            store_tile(out, n, first, left + across + (i % 2) * 16 + row, tile.to(fx.BFloat16))
 
-    @flyc.jit
-    def launch(
-        a: fx.Int64,
-        b: fx.Int64,
-        sa: fx.Int64,
-        sb: fx.Int64,
-        out: fx.Int64,
-        m: fx.Int32,
-        n: fx.Int32,
-        stream: fx.Stream = fx.Stream(None),
-    ):
-        matmul_staged(a, b, sa, sb, out, m, n).launch(
-            grid=(m // SIDE, n // SIDE, 1), block=(256, 1, 1), stream=stream
-        )
-
-    return launch
+    return launcher(matmul_staged, side=SIDE, threads=256)
 
 
 # ---- fp8 x fp4 with a power-of-two scale for every 32 k, applied by the instruction
 def mixed(k, by_atom):
     @flyc.kernel
-    def matmul_mixed(a: fx.Int64, b: fx.Int64, sa: fx.Int64, sb: fx.Int64, out: fx.Int64, n: fx.Int32):
-        lane = fx.thread_idx.x
-        row, part = lane % 16, lane // 16
+    def matmul_mixed(
+        a: fx.Int64, b: fx.Int64, sa: fx.Int64, sb: fx.Int64, out: fx.Int64, m: fx.Int32, n: fx.Int32
+    ):
+        row, part = row_and_part()
         top, left = fx.block_idx.x * 16, fx.block_idx.y * 16
         row_a, row_b = a + fx.Int64(top + row) * k, b + fx.Int64(left + row) * (k // 2)
         scale_a = pointer(fx.Uint8, sa, 1) + ((top + row) * (k // 32) + part)
         scale_b = pointer(fx.Uint8, sb, 1) + ((left + row) * (k // 32) + part)
         total = nothing()
         for block in range(k // BLOCK):
-            first_a = pointer(fx.Int32, row_a + fx.Int64(block * BLOCK + part * 16), 16)
+            eight = operand_128(row_a + fx.Int64(block * BLOCK + part * 16))
             first_b = pointer(fx.Int32, row_b + fx.Int64(block * BLOCK // 2 + part * 16), 16)
-            eight = join(fx.generic_load(first_a, count=4), fx.generic_load(first_a + 16, count=4))
             four = fx.generic_load(first_b, count=4)
             scales = (
                 fx.Int32(fx.generic_load(scale_a + block * 4)),
@@ -249,54 +244,44 @@ def mixed(k, by_atom):
                 total = fx.Vector(held_c.load())
             else:
                 total = product_128(eight, four, total, (FP8, FP4), scales)
-        for i in fx.range_constexpr(4):
-            fx.generic_store(
-                pointer(fx.Float32, out, 4)
-                + (fx.Int64(top + 4 * part + i) * fx.Int64(n) + fx.Int64(left + row)),
-                total[i],
-            )
+        store_tile(out, n, top + 4 * part, left + row, total)
 
-    @flyc.jit
-    def launch(
-        a: fx.Int64,
-        b: fx.Int64,
-        sa: fx.Int64,
-        sb: fx.Int64,
-        out: fx.Int64,
-        m: fx.Int32,
-        n: fx.Int32,
-        stream: fx.Stream = fx.Stream(None),
-    ):
-        matmul_mixed(a, b, sa, sb, out, n).launch(grid=(m // 16, n // 16, 1), block=(64, 1, 1), stream=stream)
-
-    return launch
+    return launcher(matmul_mixed, side=16, threads=64)
 
 
 # ---- operands, and results in float64
+def random_fp8(rows, k, random):
+    return torch.randn(rows, k, generator=random).to(torch.float8_e4m3fn)
+
+
+def products(wide_a, wide_b):
+    """The product, and the product of magnitudes, which bounds the rounding errors."""
+    return wide_a @ wide_b.T, wide_a.abs() @ wide_b.abs().T
+
+
 FP4_VALUES = torch.tensor(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64
 )
 
 
 def block_scaled_problem(m, n, k, seed):
-    """a, b, sa, sb, the product, and the product of magnitudes, which bounds the rounding errors."""
+    """(a, b, sa, sb) and their products()."""
     random = torch.Generator().manual_seed(seed)
-    a = torch.randn(m, k, generator=random).to(torch.float8_e4m3fn)
-    b = torch.randn(n, k, generator=random).to(torch.float8_e4m3fn)
+    a, b = random_fp8(m, k, random), random_fp8(n, k, random)
     sa = torch.rand(m, k // BLOCK, generator=random) + 0.1
     sb = torch.rand(-(-n // BLOCK), k // BLOCK, generator=random) + 0.1
     wide_a = a.double() * sa.double().repeat_interleave(BLOCK, 1)
     wide_b = b.double() * sb.double().repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)
-    return (a, b, sa, sb), wide_a @ wide_b.T, wide_a.abs() @ wide_b.abs().T
+    return (a, b, sa, sb), *products(wide_a, wide_b)
 
 
 def mixed_problem(m, n, k, seed):
     random = torch.Generator().manual_seed(seed)
-    a = torch.randn(m, k, generator=random).to(torch.float8_e4m3fn)
+    a = random_fp8(m, k, random)
     codes = torch.randint(0, 16, (n, k), generator=random, dtype=torch.uint8)
     sa, sb = (
         torch.randint(121, 133, (rows, k // 32), generator=random, dtype=torch.uint8) for rows in (m, n)
     )
     wide_a = a.double() * (2.0 ** (sa.double() - 127)).repeat_interleave(32, 1)
     wide_b = FP4_VALUES[codes.long()] * (2.0 ** (sb.double() - 127)).repeat_interleave(32, 1)
-    return (a, codes[:, 0::2] | codes[:, 1::2] << 4, sa, sb), wide_a @ wide_b.T, wide_a.abs() @ wide_b.abs().T
+    return (a, codes[:, 0::2] | codes[:, 1::2] << 4, sa, sb), *products(wide_a, wide_b)

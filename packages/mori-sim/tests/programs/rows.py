@@ -11,13 +11,36 @@ TINY = 1e-12
 STRIP = LANES * PER_LANE
 
 
+def lane_and_row():
+    return fx.thread_idx.x % LANES, fx.block_idx.x * ROWS_PER_GROUP + fx.thread_idx.x // LANES
+
+
+def by_rows(kernel):
+    """The launcher of a kernel in which a wave takes a row; its pointers are passed on as they come."""
+
+    @flyc.jit
+    def launch(
+        first: fx.Int64,
+        second: fx.Int64,
+        third: fx.Int64,
+        height: fx.Int32,
+        stream: fx.Stream = fx.Stream(None),
+    ):
+        kernel(first, second, third, height).launch(
+            grid=(fx.ceildiv(height, ROWS_PER_GROUP), 1, 1),
+            block=(LANES * ROWS_PER_GROUP, 1, 1),
+            stream=stream,
+        )
+
+    return launch
+
+
 def quantiser(width):
     strips = width // STRIP
 
     @flyc.kernel
     def quantise_rows(x: fx.Int64, codes: fx.Int64, scales: fx.Int64, height: fx.Int32):
-        lane = fx.thread_idx.x % LANES
-        row = fx.block_idx.x * ROWS_PER_GROUP + fx.thread_idx.x // LANES
+        lane, row = lane_and_row()
         if row < height:
             source = pointer(fx.BFloat16, x, 16) + fx.Int64(row) * width
             target = pointer(fx.Int32, codes, 8) + fx.Int64(row) * (width // 4)
@@ -47,17 +70,7 @@ def quantiser(width):
             if lane == 0:
                 fx.generic_store(pointer(fx.Float32, scales, 4) + row, largest / fx.Float32(LIMIT))
 
-    @flyc.jit
-    def launch(
-        x: fx.Int64, codes: fx.Int64, scales: fx.Int64, height: fx.Int32, stream: fx.Stream = fx.Stream(None)
-    ):
-        quantise_rows(x, codes, scales, height).launch(
-            grid=(fx.ceildiv(height, ROWS_PER_GROUP), 1, 1),
-            block=(LANES * ROWS_PER_GROUP, 1, 1),
-            stream=stream,
-        )
-
-    return launch
+    return by_rows(quantise_rows)
 
 
 def dequantiser(width):
@@ -65,8 +78,7 @@ def dequantiser(width):
 
     @flyc.kernel
     def dequantise_rows(codes: fx.Int64, scales: fx.Int64, y: fx.Int64, height: fx.Int32):
-        lane = fx.thread_idx.x % LANES
-        row = fx.block_idx.x * ROWS_PER_GROUP + fx.thread_idx.x // LANES
+        lane, row = lane_and_row()
         if row < height:
             scale = fx.generic_load(pointer(fx.Float32, scales, 4) + row)
             source = pointer(fx.Int32, codes, 8) + fx.Int64(row) * (width // 4)
@@ -82,17 +94,7 @@ def dequantiser(width):
                     fx.Vector.from_elements(values, fx.Float32).to(fx.BFloat16),
                 )
 
-    @flyc.jit
-    def launch(
-        codes: fx.Int64, scales: fx.Int64, y: fx.Int64, height: fx.Int32, stream: fx.Stream = fx.Stream(None)
-    ):
-        dequantise_rows(codes, scales, y, height).launch(
-            grid=(fx.ceildiv(height, ROWS_PER_GROUP), 1, 1),
-            block=(LANES * ROWS_PER_GROUP, 1, 1),
-            stream=stream,
-        )
-
-    return launch
+    return by_rows(dequantise_rows)
 
 
 def summer(num_slices, groups, items=256):
