@@ -255,6 +255,25 @@ def test_SH_3_a_closed_op_says_so_and_views_stay_readable():
         assert same
 
 
+def after_the_communicator_was_closed():
+    texts = []
+    with mori_shmem.init("host", timeout_s=5) as comm:
+        args = operands(64, comm)
+        op = GemmAllReduce(comm, n=N, k=K, m_max=64)
+    for call in (lambda: op(*args), op.self_test):
+        try:
+            call()
+        except ClosedError as closed:
+            texts.append(str(closed))
+    op.close()
+    return texts
+
+
+def test_SH_3_an_op_whose_communicator_is_closed_says_that():
+    for rank, texts in enumerate(mori_shmem.run_ranks(after_the_communicator_was_closed, 2, timeout_s=60)):
+        assert texts == [f"rank {rank}: the communicator is closed"] * 2
+
+
 def many_ops():
     from mori_shmem.testing import open_fds
 

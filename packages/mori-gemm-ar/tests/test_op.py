@@ -172,6 +172,7 @@ def refused():
         call("out dtype", out=torch.zeros(40, 256))
         call("out shape", out=torch.zeros(41, 256, dtype=torch.bfloat16))
         call("out stride", out=torch.zeros(256, 40, dtype=torch.bfloat16).t())
+        call("out grad", out=torch.zeros(40, 256, dtype=torch.bfloat16, requires_grad=True))
         call("a stride", a=torch.zeros(384, 40, dtype=torch.uint8).view(torch.float8_e4m3fn).t())
         right = torch.equal(
             op(g.a, g.b, g.a_scale, g.b_scale), gx_want(40, 256, 384, comm.world_size, "blockscale")
@@ -189,6 +190,7 @@ def test_wrong_calls_are_refused_with_the_values_and_harm_nothing():
             "out dtype": "torch.float32 (40, 256) on cpu, wanted torch.bfloat16 (40, 256)",
             "out shape": "(41, 256) on cpu, wanted torch.bfloat16 (40, 256)",
             "out stride": "LayoutError: out has strides (1, 40)",
+            "out grad": "ArgumentError: out requires grad",
             "a stride": "LayoutError: a has strides (1, 40)",
         }.items():
             assert words in texts[name]
@@ -234,6 +236,7 @@ def test_the_constructor_refuses_what_supports_refuses():
             {"m_max": 1 << 24},
             {"publish": "fence"},
             {"pull_blocks": 0, "mode": "split-lsa"},
+            {"self_test": "yes"},
         ):
             try:
                 GemmAllReduce(comm, **{"n": 256, "k": 256, "m_max": 64, **wrong})
@@ -241,11 +244,12 @@ def test_the_constructor_refuses_what_supports_refuses():
                 found.append(str(refusal))
         return found
 
-    k, m_max, publish, pull_blocks = in_this_process(texts)
+    k, m_max, publish, pull_blocks, self_test = in_this_process(texts)
     assert "k=64" in k
     assert "m_max=16777216" in m_max
     assert "publish='fence' has no effect" in publish
-    assert "MORI_GEMM_AR_PULL_BLOCKS" in pull_blocks
+    assert pull_blocks.startswith("pull_blocks=0 is refused: it takes an integer from 1 to 4096")
+    assert self_test.startswith("self_test='yes' is refused: it takes True or False")
 
 
 def test_rows_are_padded_only_for_who_asks():
@@ -363,32 +367,36 @@ def test_PK_1_importing_is_quick_and_starts_nothing():
 
 
 def two_threads_with_out():
-    """(right results, wrong ones) of two threads that share an op and pass `out`."""
-    n, k, m, counts = 512, 256, 256, {True: 0, False: 0}
+    """What a call is told while another thread copies to `out`, and whether that copy comes out right."""
+    m, n, k = 64, 256, 256
+    copying, go = threading.Event(), threading.Event()
+
+    class Held(torch.Tensor):
+        def copy_(self, source):
+            copying.set()
+            go.wait(10)
+            return super().copy_(source)
+
     with mori_shmem.init("host", timeout_s=20) as comm, GemmAllReduce(comm, n=n, k=k, m_max=m) as op:
-
-        def work(sign):
-            g = gx(m, n, k, 0, "blockscale")
-            want, out = gx_want(m, n, k, 1, "blockscale") * sign, torch.empty(m, n, dtype=torch.bfloat16)
-            for _ in range(150):
-                try:
-                    op(g.a, g.b, g.a_scale * sign, g.b_scale, out=out)
-                except MoriError:
-                    continue  # the other one has it
-                counts[torch.equal(out, want)] += 1
-
-        threads = [threading.Thread(target=work, args=(sign,)) for sign in (1, -1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return counts[True], counts[False]
+        g = gx(m, n, k, 0, "blockscale")
+        out = torch.empty(m, n, dtype=torch.bfloat16).as_subclass(Held)
+        first = threading.Thread(target=op, args=(g.a, g.b, g.a_scale, g.b_scale, out))
+        first.start()
+        assert copying.wait(10)
+        told = "nothing"
+        try:
+            op(g.a, g.b, g.a_scale * -1, g.b_scale)
+        except MoriError as busy:
+            told = str(busy)
+        go.set()
+        first.join()
+        return told, torch.equal(out.as_subclass(torch.Tensor), gx_want(m, n, k, 1, "blockscale"))
 
 
 def test_a_result_is_copied_to_out_before_another_thread_may_call():
-    ((right, wrong),) = mori_shmem.run_ranks(two_threads_with_out, 1)
-    assert right > 0
-    assert wrong == 0
+    ((told, right),) = mori_shmem.run_ranks(two_threads_with_out, 1, timeout_s=60)
+    assert "in a call already, on another thread" in told
+    assert right
 
 
 def test_what_supports_says_is_what_the_constructor_does():

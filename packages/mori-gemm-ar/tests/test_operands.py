@@ -37,6 +37,26 @@ def test_other_shapes_and_strides_of_a_scale_are_refused_with_what_is_accepted()
             a_scale_grid(wrong, "blockscale", M, K, CPU)
 
 
+def spread(x):
+    """The same matrix in memory with gaps."""
+    return torch.zeros(x.shape[0], 2 * x.shape[1])[:, ::2].copy_(x)
+
+
+def test_a_scale_of_the_right_shape_but_with_gaps_is_told_how_to_close_them():
+    k_major = grid().t().contiguous()
+    for wrong, hint in (
+        (spread(k_major), r"strides \(260, 2\).*pass a_scale\.contiguous\(\)"),
+        (grid().t(), r"strides \(1, 3\).*pass a_scale\.contiguous\(\)"),
+        (torch.zeros(2 * M * BLOCKS)[::2], r"strides \(2,\).*pass a_scale\.contiguous\(\)"),
+        (spread(grid()), r"strides \(6, 2\).*pass a_scale\.t\(\)\.contiguous\(\)"),
+        (torch.zeros(M, BLOCKS + 1)[:, 1:], r"strides \(4, 1\).*pass a_scale\.t\(\)\.contiguous\(\)"),
+    ):
+        with pytest.raises(LayoutError, match=hint):
+            a_scale_grid(wrong, "blockscale", M, K, CPU)
+    assert torch.equal(a_scale_grid(spread(k_major).contiguous(), "blockscale", M, K, CPU), grid())
+    assert torch.equal(a_scale_grid(spread(grid()).t().contiguous(), "blockscale", M, K, CPU), grid())
+
+
 @pytest.mark.parametrize("shape", [(1, 16), (16, 1)], ids=str)
 def test_one_row_or_one_block_leaves_nothing_to_mistake(shape):
     m, blocks = shape
@@ -83,6 +103,10 @@ def test_codes_of_the_wrong_shape_stride_or_device_are_refused():
 
 
 def test_scales_of_the_wrong_dtype_or_shape_are_refused():
+    with pytest.raises(UnsupportedShape, match=r"a_scale is a list, wanted is a torch.Tensor"):
+        a_scale_grid([1.0] * M, "ptpc", M, K, CPU)
+    with pytest.raises(UnsupportedShape, match=r"b_scale is a NoneType, wanted is a torch.Tensor"):
+        b_scale_grid(None, "mxfp8", 256, K, CPU)
     with pytest.raises(UnsupportedShape, match=r"float64.*float32"):
         a_scale_grid(torch.ones(M, dtype=torch.float64), "ptpc", M, K, CPU)
     with pytest.raises(UnsupportedShape, match=r"\(129,\), wanted \[M\] or \[M, 1\] = \[130\]"):

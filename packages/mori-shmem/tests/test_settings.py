@@ -121,15 +121,41 @@ def test_PK_4_one_command_prints_them() -> None:
     assert shown.stderr == ""
 
 
+def test_PK_4_one_command_prints_the_rest_when_a_value_is_refused() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "mori_shmem"],
+        env={**os.environ, "MORI_SHMEM_ENGINES": "none", "MORI_SHMEM_QUEUES": "0", "MORI_TIMEOUT_S": "7.5"},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 2
+    lines = {line.split()[0]: line.split()[1:3] for line in shown.stdout.splitlines()}
+    assert lines["MORI_TIMEOUT_S"] == ["7.5", "environment"]
+    assert lines.keys() == {s.variable for s in TABLE} - {"MORI_SHMEM_ENGINES", "MORI_SHMEM_QUEUES"}
+    assert [line.split("=")[0] for line in shown.stderr.splitlines()] == [
+        "MORI_SHMEM_ENGINES",
+        "MORI_SHMEM_QUEUES",
+    ]
+
+
 def test_an_argument_wins_and_is_held_to_the_same_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MORI_TIMEOUT_S", "7")
     assert TABLE.read({TIMEOUT_S: 3})[TIMEOUT_S] == 3.0
     assert TABLE.read({TIMEOUT_S: None})[TIMEOUT_S] == 7.0
     for bad in (0, -1.0, float("nan"), "5", True):
-        with pytest.raises(SettingError, match=r"MORI_TIMEOUT_S takes a number from 0.01"):
+        with pytest.raises(SettingError, match=rf"^timeout_s={bad!r} is refused: .* a number from 0.01"):
             TABLE.read({TIMEOUT_S: bad})
-    with pytest.raises(SettingError, match=r"MORI_SHMEM_ENGINES"):
+    with pytest.raises(SettingError, match=r"^num_engines=1.5 is refused: .*MORI_SHMEM_ENGINES"):
         TABLE.read({ENGINES: 1.5})
+
+
+def test_a_refused_argument_is_named_as_its_caller_wrote_it(table: SettingsTable) -> None:
+    fast = table.add(Setting("MORI_MADE_UP_FAST", False, argument="fast"))
+    with pytest.raises(SettingError, match=r"^fast='yes' is refused: it takes True or False"):
+        table.read({fast: "yes"})
+    nameless = table.add(Setting("MORI_MADE_UP_SLOW", False))
+    with pytest.raises(SettingError, match=r"^the argument for MORI_MADE_UP_SLOW='yes' is refused"):
+        table.read({nameless: "yes"})
 
 
 def test_words_and_switches(table: SettingsTable, monkeypatch: pytest.MonkeyPatch) -> None:

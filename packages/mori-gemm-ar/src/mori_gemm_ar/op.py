@@ -257,6 +257,7 @@ class GemmAllReduce:
                 f"{type(self._broken).__name__}: {self._broken}. Close it; make a new communicator and a new "
                 "op"
             )
+        self.comm.check_open()
 
     def _check_rows(self, m: int) -> None:
         if type(m) is not int or m < 0:
@@ -285,6 +286,11 @@ class GemmAllReduce:
             raise LayoutError(
                 f"out has strides {out.stride()}: the stride along N must be 1, that of rows at least "
                 f"{self.n}"
+            )
+        if out.requires_grad:
+            raise ArgumentError(
+                "out requires grad, and nothing can be differentiated through this call: pass out.detach(), "
+                "which is the same memory"
             )
         return m
 

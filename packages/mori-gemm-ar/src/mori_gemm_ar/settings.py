@@ -14,9 +14,15 @@ PULL_BLOCKS = TABLE.add(
         16,
         low=1,
         high=MAX_PULL_BLOCKS,
+        argument="pull_blocks",
         doc="number of pieces in which finished rows are pulled (lsa); unset: what the target was tuned to",
     )
 )
 SELF_TEST = TABLE.add(
-    Setting("MORI_GEMM_AR_SELF_TEST", True, doc="whether an op proves its transport when it is made")
+    Setting(
+        "MORI_GEMM_AR_SELF_TEST",
+        True,
+        argument="self_test",
+        doc="whether an op proves its transport when it is made",
+    )
 )

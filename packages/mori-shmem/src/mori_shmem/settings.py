@@ -51,6 +51,7 @@ class Setting(Generic[T]):
     high: float | None = None
     power_of_two: bool = False
     choices: tuple[str, ...] = ()
+    argument: str = ""  # what callers pass to override it, by its own name
     doc: str = ""
     same_on_all_ranks: bool = True
 
@@ -66,22 +67,24 @@ class Setting(Generic[T]):
         kind = "an integer" if isinstance(self.default, int) else "a number"
         return (f"a power of two, {kind}" if self.power_of_two else kind) + low + high
 
-    def parse(self, text: str, given_as: str) -> T:
-        """The value that `text` stands for. `given_as` names the culprit in the error."""
+    def parse(self, text: str) -> T:
+        """The value that the variable's `text` stands for."""
         try:
             value = self._convert(text.strip())
         except ValueError:
-            raise self._refuse(text, given_as) from None
+            raise self._refuse(text, self.variable, self.range) from None
         if not self._allows(value):
-            raise self._refuse(text, given_as)
+            raise self._refuse(text, self.variable, self.range)
         return value  # type: ignore[no-any-return]
 
-    def check(self, value: Any, given_as: str) -> T:
-        """`value` itself, if its type and range are right."""
+    def check(self, value: Any) -> T:
+        """An argument's value itself, if its type and range are right."""
+        given = value
         if isinstance(self.default, float) and type(value) is int:
             value = float(value)
         if type(value) is not type(self.default) or not self._allows(value):
-            raise self._refuse(value, given_as)
+            wanted = "True or False" if isinstance(self.default, bool) else self.range
+            raise self._refuse(given, self.argument or f"the argument for {self.variable}", wanted)
         return value
 
     def _allows(self, value: Any) -> bool:
@@ -101,11 +104,12 @@ class Setting(Generic[T]):
             return text.lower() in _TRUE
         return type(self.default)(text)
 
-    def _refuse(self, value: object, given_as: str) -> SettingError:
-        return SettingError(
-            f"{given_as}={value!r} is refused: {self.variable} takes {self.range} (default "
-            f"{self.default!r}); it is the {self.doc or 'setting of that name'}"
-        )
+    def _refuse(self, value: object, given_as: str, wanted: str) -> SettingError:
+        default = f"default {self.default!r}"
+        if given_as != self.variable:
+            default = f"without it {self.variable} holds, {default}"
+        meaning = f"; meaning: {self.doc}" if self.doc else ""
+        return SettingError(f"{given_as}={value!r} is refused: it takes {wanted} ({default}){meaning}")
 
 
 class Effective(NamedTuple):
@@ -171,7 +175,7 @@ class SettingsTable:
         """Declare a variable; returns it, to be used as the key into a snapshot."""
         if not setting.variable.startswith("MORI_"):
             raise ValueError(f"{setting.variable}: variables of the mori packages begin with MORI_")
-        setting.check(setting.default, f"the default of {setting.variable}")
+        setting.check(setting.default)
         self._settings[setting.variable] = setting
         return setting
 
@@ -182,16 +186,16 @@ class SettingsTable:
         """A checked snapshot of the whole table. `arguments` (None values are ignored) win over variables."""
         warn_of_misspelt_variables()
         given = {s.variable: v for s, v in (arguments or {}).items() if v is not None}
-        values: dict[str, tuple[Any, str]] = {}
-        for setting in self:
-            variable = setting.variable
-            if variable in given:
-                values[variable] = (setting.check(given[variable], f"argument for {variable}"), "argument")
-            elif variable in os.environ:
-                values[variable] = (setting.parse(os.environ[variable], variable), "environment")
-            else:
-                values[variable] = (setting.default, "default")
-        return Snapshot(self, values)
+        return Snapshot(self, {s.variable: _value_and_origin(s, given.get(s.variable)) for s in self})
+
+
+def _value_and_origin(setting: Setting[Any], argument: Any = None) -> tuple[Any, str]:
+    variable = setting.variable
+    if argument is not None:
+        return setting.check(argument), "argument"
+    if variable in os.environ:
+        return setting.parse(os.environ[variable]), "environment"
+    return setting.default, "default"
 
 
 _TABLES: dict[str, SettingsTable] = {}
@@ -199,9 +203,25 @@ _reported: set[str] = set()
 _report_lock = threading.Lock()
 
 
-def effective() -> list[Effective]:
-    """Every setting of the imported mori packages, as an object made now would get it."""
-    return [line for table in list(_TABLES.values()) for line in table.read().effective()]
+def effective(refusals: list[SettingError] | None = None) -> list[Effective]:
+    """Every setting of the imported mori packages, as an object made now would get it.
+
+    A variable with a bad value is raised, or, where a list is given for them, left out and its error
+    appended there.
+    """
+    warn_of_misspelt_variables()
+    lines = []
+    for table in list(_TABLES.values()):
+        for setting in table:
+            try:
+                value, origin = _value_and_origin(setting)
+            except SettingError as refusal:
+                if refusals is None:
+                    raise
+                refusals.append(refusal)
+            else:
+                lines.append(Effective(table.package, setting.variable, value, origin, setting.doc))
+    return lines
 
 
 def warn_of_misspelt_variables() -> None:

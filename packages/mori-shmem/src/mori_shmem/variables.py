@@ -25,10 +25,24 @@ SOCKET_IFNAME = TABLE.add(
     )
 )
 TIMEOUT_S = TABLE.add(
-    Setting("MORI_TIMEOUT_S", 30.0, low=0.01, high=86400.0, doc="limit of every wait for a peer, in seconds")
+    Setting(
+        "MORI_TIMEOUT_S",
+        30.0,
+        low=0.01,
+        high=86400.0,
+        argument="timeout_s",
+        doc="limit of every wait for a peer, in seconds",
+    )
 )
 ENGINES = TABLE.add(
-    Setting("MORI_SHMEM_ENGINES", 1, low=1, high=64, doc="number of copy-engine threads of a rank (host)")
+    Setting(
+        "MORI_SHMEM_ENGINES",
+        1,
+        low=1,
+        high=64,
+        argument="num_engines",
+        doc="number of copy-engine threads of a rank (host)",
+    )
 )
 QUEUES = TABLE.add(
     Setting(

@@ -30,10 +30,7 @@ def check_codes(
     name: str, codes: torch.Tensor, columns: int, device: torch.device, rows: int | None = None
 ) -> None:
     """Raise unless `codes` is a [rows, columns] matrix of e4m3fn that can be read by its row stride."""
-    if not isinstance(codes, torch.Tensor):
-        raise UnsupportedShape(
-            f"{name} is a {type(codes).__name__}, wanted is a torch.Tensor of float8_e4m3fn"
-        )
+    _check_tensor(name, codes, " of float8_e4m3fn")
     if codes.dtype == torch.float8_e4m3fnuz:
         raise UnsupportedShape(
             f"{name} is float8_e4m3fnuz, this op computes with float8_e4m3fn: there the same byte is twice "
@@ -59,6 +56,7 @@ def check_codes(
 
 def a_scale_grid(scale: torch.Tensor, quant: str, m: int, k: int, device: torch.device) -> torch.Tensor:
     """The scales of A as one [M, columns] grid, a view of what was given."""
+    _check_tensor("a_scale", scale)
     _check_device("a_scale", scale, device)
     _, columns = blocks_of(quant, "a").grid(m, k)
     if quant == "mxfp8":
@@ -71,6 +69,7 @@ def a_scale_grid(scale: torch.Tensor, quant: str, m: int, k: int, device: torch.
 
 def b_scale_grid(scale: torch.Tensor, quant: str, n: int, k: int, device: torch.device) -> torch.Tensor:
     """The scales of B as a grid of blocks, a view of what was given."""
+    _check_tensor("b_scale", scale)
     _check_device("b_scale", scale, device)
     if quant == "mxfp8":
         return _ue8m0_grid("b_scale", scale, blocks_of(quant, "b").grid(n, k))
@@ -104,7 +103,18 @@ def _k_block_major(scale: torch.Tensor, m: int, k_blocks: int) -> torch.Tensor:
             "return K-block-major data under this shape. If a_scale[m, kb] is the scale of row m, pass "
             "a_scale.t().contiguous(); if the memory already is K-block-major, pass a_scale.flatten()"
         )
-    raise LayoutError(f"a_scale has shape {shape} and strides {scale.stride()}: {accepted}")
+    raise LayoutError(
+        f"a_scale has shape {shape} and strides {scale.stride()}: {accepted}{_mend(shape, m, k_blocks)}"
+    )
+
+
+def _mend(shape: tuple[int, ...], m: int, k_blocks: int) -> str:
+    """How scales of an accepted shape that lie in memory with gaps, or the other way round, are put right."""
+    if shape in ((k_blocks, m), (k_blocks * m,)):
+        return "; pass a_scale.contiguous()"
+    if shape == (m, k_blocks):
+        return "; if a_scale[m, kb] is the scale of row m, pass a_scale.t().contiguous()"
+    return ""
 
 
 def _has_strides(x: torch.Tensor, strides: tuple[int, ...]) -> bool:
@@ -132,6 +142,11 @@ def _ue8m0_grid(name: str, scale: torch.Tensor, grid: tuple[int, int]) -> torch.
     if tuple(scale.shape) != grid:
         raise UnsupportedShape(f"{name} has shape {tuple(scale.shape)}, wanted {list(grid)}")
     return scale.view(torch.uint8)
+
+
+def _check_tensor(name: str, x: object, kind: str = "") -> None:
+    if not isinstance(x, torch.Tensor):
+        raise UnsupportedShape(f"{name} is a {type(x).__name__}, wanted is a torch.Tensor{kind}")
 
 
 def _check_fp32(name: str, scale: torch.Tensor) -> None:
