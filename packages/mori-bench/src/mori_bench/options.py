@@ -25,33 +25,15 @@ def add_common_options(parser: argparse.ArgumentParser, *, reps: int = 11, warmu
     """Add the common options. `reps` and `warmup` are this bench's defaults."""
     group = parser.add_argument_group("common options")
     group.add_argument("--backend", choices=BACKENDS, default="auto", help="where to run (default: auto)")
-    group.add_argument(
-        "--world-size",
-        type=at_least(1),
-        metavar="N",
-        help="ranks to start; under torchrun its number, if given",
-    )
-    group.add_argument(
-        "--reps",
-        type=at_least(1),
-        default=reps,
-        metavar="N",
-        help="timed repetitions (default: %(default)s)",
-    )
-    group.add_argument(
-        "--warmup",
-        type=at_least(0),
-        default=warmup,
-        metavar="N",
-        help="untimed runs before; the first timed run is discarded in any case (default: %(default)s)",
-    )
-    group.add_argument(
-        "--seed",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="everything random comes from it (default: 0)",
-    )
+
+    def count(name: str, lowest: int, default: int | None, text: str) -> None:
+        group.add_argument(name, type=at_least(lowest), default=default, metavar="N", help=text)
+
+    count("--world-size", 1, None, "ranks to start; under torchrun its number, if given")
+    count("--reps", 1, reps, "timed repetitions (default: %(default)s)")
+    discarded = "untimed runs before; the first timed run is discarded in any case (default: %(default)s)"
+    count("--warmup", 0, warmup, discarded)
+    count("--seed", 0, 0, "everything random comes from it (default: 0)")
     group.add_argument(
         "--json", metavar="FILE", help="also append each result to FILE, one JSON object a line"
     )
