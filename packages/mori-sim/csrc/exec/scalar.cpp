@@ -293,7 +293,7 @@ void movreld(Wave& w, const Op& op) { write32(w, (op.dst + w.s[kM0]) & 127, read
 void movrels64(Wave& w, const Op& op) { write64(w, op.dst, read64(w, op, (op.src[0] + w.s[kM0]) & 126)); }
 void movreld64(Wave& w, const Op& op) { write64(w, (op.dst + w.s[kM0]) & 126, read64(w, op, op.src[0])); }
 
-// VGPR indexing: while it is on, M0[7:0] is added to the VGPR operands that M0[15:12] names (machine.cpp applies it).
+// VGPR indexing: while it is on, M0[7:0] is added to the VGPR operands that M0[15:12] names (turns.cpp applies it).
 void set_index(Wave& w, uint32_t index, uint32_t which) { w.s[kM0] = (w.s[kM0] & 0xffff0f00u) | (index & 255) | (which & 15) << 12; }
 void gpr_idx_on(Wave& w, const Op& op) {
   set_index(w, read32(w, op, op.src[0]), op.src[1]);  // the second operand is the four bits themselves

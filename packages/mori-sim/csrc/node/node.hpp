@@ -83,12 +83,12 @@ class Node {
   int current_device() const { return physical(current_ordinal()); }
   void set_current(int ordinal);
 
-  // ---- modules
+  // ---- modules.cpp
   Module* load_module(const void* image, size_t nbytes);
   void unload_module(Module* module);
   Kernel* find_kernel(Module* module, const std::string& name);
 
-  // ---- streams
+  // ---- streams.cpp
   Stream* null_stream(int device);
   Stream* create_stream(int device, bool with_null);
   Stream* known(void* handle);  // a created stream, or the current device's null stream for 0, 1, 2
@@ -99,7 +99,7 @@ class Node {
   bool finished(Stream* stream);
   bool anything_pending();
 
-  // ---- operations
+  // ---- launch.cpp, and the rest in operations.cpp
   void launch(Stream* stream, Kernel* kernel, const LaunchShape& shape, void* const* parameters, const void* packed,
               size_t packed_nbytes);
   void copy(Stream* stream, uint64_t to, uint64_t from, uint64_t nbytes);
@@ -110,7 +110,7 @@ class Node {
   void record(Event* event, Stream* stream);
   void wait_event(Stream* stream, Event* event);
 
-  // ---- graphs
+  // ---- graphs.cpp
   void begin_capture(Stream* stream);
   std::shared_ptr<Graph> end_capture(Stream* stream);
   void launch_graph(Stream* stream, const std::shared_ptr<Graph>& graph);
@@ -132,20 +132,24 @@ class Node {
 
  private:
   Node();
+  void stop_at_exit();
+  static void forked();
+
+  // ---- executor.cpp
   void start_executor();
   void execute();                                // the executor thread
   bool advance_streams();
   void run_machine();
   void collect_reports();
+  void pace();                                   // the schedule's delays between slices
+
+  // ---- streams.cpp, operations.cpp, launch.cpp
   void enqueue(Stream* stream, std::string what, std::function<std::function<bool(Operation&)>()> make_step);
   void check_reachable(int device, uint64_t address, uint64_t nbytes, uint8_t rights, const char* what);
   bool uses_lent_memory(const KernelInfo& kernel, const std::vector<uint8_t>& kernarg);
   uint64_t acquire_arguments(size_t nbytes);
   void release_arguments(uint64_t address, size_t nbytes);
   uint64_t queue_page();
-  void pace();                                   // the schedule's delays between slices
-  void stop_at_exit();
-  static void forked();
 
   std::vector<int> visible_;
   std::unique_ptr<Machine> machine_;
