@@ -104,8 +104,8 @@ def tile_at(index: Int, slices: Slices, shape: TileShape, n: int) -> Tile:
 def spread(i: Int, start: Int, count: Int) -> Int:
     """A permutation of 0..count-1 that gives the workgroups of each XCD neighbouring values.
 
-    i is counted from workgroup `start` on, so workgroup i runs on XCD (start + i) mod 8. The first count mod 8
-    XCDs from that of `start` on have one workgroup more.
+    i is counted from workgroup `start` on, so workgroup i runs on XCD (start + i) mod 8. The first
+    count mod 8 XCDs from that of `start` on have one workgroup more.
     """
     first, xcd = start % NUM_XCDS, (start + i) % NUM_XCDS
     each, more = count // NUM_XCDS, count % NUM_XCDS

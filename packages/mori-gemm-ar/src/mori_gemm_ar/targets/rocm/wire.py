@@ -11,10 +11,11 @@ that exists while the kernel is traced and whose methods emit device code:
                                  follow at n * 2 bytes. Uniform over the workgroup
     ... stores, with sc0 sc1 if wire.writethrough: 16 bytes per lane, 64 consecutive bytes of a row per four
         lanes; rows from tile.rows on and columns from n on are left out ...
-    wire.tile_done(tile)         by all threads, once each has issued its own stores; nobody has waited for them
-                                 yet, nobody has met the others. Called for empty tiles as well
+    wire.tile_done(tile)         by all threads, once each has issued its own stores; nobody has waited for
+                                 them yet, nobody has met the others. Called for empty tiles as well
 
-So a wire that signals does, in tile_done: wait for this wave's stores, barrier, one thread counts and signals.
+So a wire that signals does, in tile_done: wait for this wave's stores, barrier, one thread counts and
+signals. `args.shared` is an LDS address of 64 bytes for its own use there.
 A method with control flow in it is decorated with @flyc.jit. What `begin` keeps on the object is the trace's,
 and is overwritten by the next one. Two wires with equal `name` and equal n and shape must emit equal code.
 """
@@ -26,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import flydsl.expr as fx
-
 from mori_gemm_ar.targets.rocm.tiles import Slices, Tile, TileShape, larger, smaller, tile_at
 
 
@@ -37,6 +37,7 @@ class Arguments:
     m: Any  # fx.Int32, rows of A
     where: Any  # fx.Int64, the wire's own: an address, or that of a table of 64-bit words in device memory
     call: Any  # fx.Int64, the wire's own: changes from call to call
+    shared: Any  # fx.Int32, address of 64 bytes of LDS that are the wire's
     n: int
     shape: TileShape
 
