@@ -7,10 +7,12 @@
     def add(args: Sum, blocks: fx.Int32): ...
 
     kernel = Kernel(add, Sum, threads=256)
-    kernel.compile(Sum(...), blocks)     when an op is made: traces and compiles, needs no GPU, launches nothing
+    kernel.compile(Sum(...), blocks)     when an op is made: traces and compiles, needs no GPU, launches
+                                         nothing
     kernel.launch(Sum(...), blocks, stream)
 
-The first launch keeps FlyDSL's compiled handle; later ones bind no signature, trace nothing and look nothing up.
+The first launch keeps FlyDSL's compiled handle; later ones bind no signature, trace nothing and look nothing
+up.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator"

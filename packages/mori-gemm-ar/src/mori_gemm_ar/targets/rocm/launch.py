@@ -1,46 +1,53 @@
-"""The fused GEMM + all-reduce on MI355X: which kernels a call launches, with which arguments, and why they are right.
+"""The fused GEMM + all-reduce on MI355X: which kernels a call launches, with which arguments, and why they
+are right.
 
-Call e on rank r, with S(o) the slice of owner o. All kernels go to one stream; nothing of them depends on e, which they
-read from the window: a captured call is replayed as it is.
+Call e on rank r, with S(o) the slice of owner o. All kernels go to one stream; nothing of them depends on e,
+which they read from the window: a captured call is replayed as it is.
 
-  start       epoch = e; called[r] = (e, M) at every peer; `arrived_due` and `finished_due` grow by what each peer will
-              send; the counters' positions are noted
-  gemm        fused-sdma: tiles into C, and chunk by chunk onto the queues (wires.py, ToQueues); own slice last
-              fused-lsa: tiles into the owners' landing[r] (ToPeers)     split: into C     gemm-only: into the output
+  start       epoch = e; called[r] = (e, M) at every peer; `arrived_due` and `finished_due` grow by what each
+              peer will send; the counters' positions are noted
+  gemm        fused-sdma: tiles into C, and chunk by chunk onto the queues (ToQueues); own slice last
+              fused-lsa: tiles into the owners' landing[r] (ToPeers, both in wires.py)
+              split: into C     gemm-only: into the output
   scatter     split-sdma: a put of each owner's rows of C to its landing[r], then 1 is added to its arrived[r]
-  drain       lsa: arrived[r] = arrived_due at every peer. Then: called[p] says (e, M), arrived[p] >= arrived_due, for
-              every p
-  reduce      S(r) = the W partial sums in rank order, in fp32, rounded once -> output, or staging where it is pulled.
-              split-lsa reads them in the peers' C; a small matrix is added up whole by every rank ("one stage")
+  drain       lsa: arrived[r] = arrived_due at every peer. Then: called[p] says (e, M), arrived[p] >=
+              arrived_due, for every p
+  reduce      S(r) = the W partial sums in rank order, in fp32, rounded once -> output, or staging where it is
+              pulled. split-lsa reads them in the peers' C; a small matrix is added up whole by every rank
+              ("one stage")
   quantize    S(r) -> codes and row scales in staging (fp8; within reduce if fuse_quantize)
-  gather      a put of S(r) to every peer, then 1 is added to its finished[r] (fuse_reduce_push: reduce has posted them).
-              Then finished[p] >= finished_due for every p, and my own puts are complete (`quiet`)
+  gather      a put of S(r) to every peer, then 1 is added to its finished[r] (fuse_reduce_push: reduce has
+              posted them). Then finished[p] >= finished_due for every p, and my own puts are complete
+              (`quiet`)
   dequantize  everyone's slot of staging -> output
-  pull        finished[r] = finished_due at every peer. Then finished[p] >= finished_due for every p, its staging ->
-              output. One stage: this meeting alone
+  pull        finished[r] = finished_due at every peer. Then finished[p] >= finished_due for every p, its
+              staging -> output. One stage: this meeting alone
 
-Flags have one writer and only grow; both ends add up what is due, call by call, so the sums agree as long as all ranks
-call with the same M. That is what called[] is for: it is compared before any other wait.
+Flags have one writer and only grow; both ends add up what is due, call by call, so the sums agree as long as
+all ranks call with the same M. That is what called[] is for: it is compared before any other wait.
 
 What has to be in memory when somebody else reads it, and what puts it there:
-  between kernels of a rank   the end of a kernel: what it stored is visible to later kernels, copy engines, and peers
-                              that are told afterwards. But not what it stored into *peers'* memory, on hardware whose
-                              kernels end with an agent-scope release: ToPeers therefore stores past the caches
+  between kernels of a rank   the end of a kernel: what it stored is visible to later kernels, copy engines,
+                              and peers that are told afterwards. But not what it stored into *peers'* memory,
+                              on hardware whose kernels end with an agent-scope release: ToPeers therefore
+                              stores past the caches
   within a kernel             ToQueues and reduce_push post while they run: wires.py and reduce.py say how
   bytes of a put              complete before the addition behind them on the same queue
 
-Who may overwrite what, and why nobody reads it any more. "p is done with e": all kernels of its call e have ended; its
-gather or pull saw finished[q] of e from every q.
+Who may overwrite what, and why nobody reads it any more. "p is done with e": all kernels of its call e have
+ended; its gather or pull saw finished[q] of e from every q.
   (1) r's drain of e+1 has ended  =>  every p is in call e+1 (called, arrived)  =>  every p is done with e
   (2) some p is done with e  =>  every q has reduced e  =>  every q had all that arrived in e
   landing[s] of r  Written by s in its gemm or scatter of e+1: s is done with e, so r has reduced e (2).
-  C of r           Written by r's gemm of e+1. Puts out of it are complete: r is done with e, so every owner had what
-                   arrived in e (2), and that was added behind the copy. Peers that read C in place have reduced e (2).
+  C of r           Written by r's gemm of e+1. Puts out of it are complete: r is done with e, so every owner
+                   had what arrived in e (2), and that was added behind the copy. Peers that read C in place
+                   have reduced e (2).
   staging of r     Pulled: written in r's reduce or quantize of e+1, after its drain; all are done with e (1).
                    Pushed, slot s: written by s after it drained e+1; r is done with e (1), it has widened it.
                    Pushed, slot r: r's own puts out of it are complete when its gather ends (`quiet`).
-  output of r      Written by pushes of s after it drained e+1, so r is in call e+1 (1): what the caller queued behind
-                   call e has read it. Read by r's own puts, complete when its gather ends (`quiet`).
+  output of r      Written by pushes of s after it drained e+1, so r is in call e+1 (1): what the caller
+                   queued behind call e has read it. Read by r's own puts, complete when its gather ends
+                   (`quiet`).
   counters         Complete when the kernel that counts has ended; noted again by the next start.
 """
 
@@ -202,7 +209,7 @@ class Launches:
         )
 
     def _sources(self, plan: Plan, first_row: int) -> tuple[int, int, int, int]:
-        """(that of rank 0, the distance to the next rank's, my own, my rank), for rows of C from first_row on."""
+        """(that of rank 0, the distance to the next rank's, my own, my rank), for rows from first_row on."""
         here, layout = self._here, self._layout
         own = here.mine + layout.c_row(first_row)
         if plan.wire == Wire.IN_PLACE:
@@ -314,7 +321,7 @@ class Launches:
 
 
 def here_of(comm: mori_shmem.Communicator, window: mori_shmem.Window, options: Options) -> Here:
-    """This rank's place, with the queues opened if the op uses them: one that cannot be had is an error now."""
+    """This rank's place. Queues are opened if the op uses them: one that cannot be had is an error now."""
     handle = window.handle
     queues = comm.core.device_queues().table if options.uses_queues and comm.world_size > 1 else 0
     record = comm.core.record.address

@@ -1,7 +1,7 @@
 """What this target can do, and the numbers that it was tuned to.
 
-No figure here was measured by this project: there was no MI355X. Each says where it comes from; docs/mi355x.md has
-the command that checks it.
+No figure here was measured by this project: there was no MI355X. Each says where it comes from;
+docs/mi355x.md has the command that checks it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ ROW_MULTIPLE = 1  # slices of any height: tiles end where a slice ends
 MIN_K = 128
 PACK = 8  # elements of a row that a lane moves at once
 
-# 8x MI355X, M=16384, N=7168 (published for mori): 16 blocks 1261 us, 24 1091, 32 1006, 48 962, 64 959, 80 963,
-# 128 1018, 256 1138, 512 1184. The grid limits how many remote reads are under way.
+# 8x MI355X, M=16384, N=7168 (published for mori): 16 blocks 1261 us, 24 1091, 32 1006, 48 962, 64 959, 80
+# 963, 128 1018, 256 1138, 512 1184. The grid limits how many remote reads are under way.
 DEFAULT_PULL_BLOCKS = 64
 # Same source: a sum of local slices wants the whole device, 4.9 TB/s with 256 blocks and 1.1 with 24 ...
 LOCAL_BLOCKS = 256
 # ... and one that reads its peers' memory no more than 24.
 REMOTE_BLOCKS = 24
-# Below this many bytes of the whole matrix every rank adds up everything itself: one meeting less. The figure is the
-# order of magnitude at which public all-reduces of eight ranks change over; nobody has measured it here.
+# Below this many bytes of the whole matrix every rank adds up everything itself: one meeting less. The figure
+# is the order of magnitude at which public all-reduces of eight ranks change over; nobody has measured it
+# here.
 ONE_STAGE_BYTES = 128 * 1024
 
 

@@ -1,11 +1,11 @@
 """Where ranks meet: the begin of a call, and the waits for what peers owe. One wave each, lane p for rank p.
 
     start   this call's number and what will be due in it; every peer is told the number and M
-    meet    tell the peers (where stores and loads carried the bytes; copy engines tell by themselves), then wait for
-            them
+    meet    tell the peers (where stores and loads carried the bytes; copy engines tell by themselves), then
+            wait for them
 
-A meeting also compares M: a rank that is in the same call with another M sends to other places than this rank reads.
-What went wrong is written into the fault record, with one of the codes below; the host raises it.
+A meeting also compares M: a rank that is in the same call with another M sends to other places than this rank
+reads. What went wrong is written into the fault record, with one of the codes below; the host raises it.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -20,7 +20,8 @@ from mori_gemm_ar.targets.rocm.kernel import Kernel
 from mori_gemm_ar.targets.rocm.regions import M_BITS, WORD_BYTES, control_of
 
 LANES = 64
-# `what` of a fault record. CALLED: the peer has not begun this call. OTHER_M: it has, with the M that was seen.
+# `what` of a fault record. CALLED: the peer has not begun this call. OTHER_M: it has, with the M that was
+# seen.
 PARTIALS, FINISHED, CALLED, OTHER_M = 1, 2, 3, 4
 
 
@@ -98,7 +99,8 @@ def _words(control, what):
 
 
 def tell(window, control, what, peer):
-    """What I owe a peer in this call is there. What it will read has been published by the end of a kernel."""
+    """What I owe a peer in this call is there. What it will read has been published by the end of a
+    kernel."""
     flags, due = _words(control, what)
     word = dev.peer_address(window, peer, flags) + fx.Int64(window.rank) * WORD_BYTES
     dev.store_system(word, dev.load_agent(dev.my_address(window, due)))

@@ -1,9 +1,11 @@
-"""Everyone's finished slices by loads: read from the owner's staging, widened on the way, stored in the output.
+"""Everyone's finished slices by loads: read from the owner's staging, widened on the way, stored in the
+output.
 
-The first workgroup tells every peer that this rank's slice may be read, and waits for all peers, so that whoever has
-finished a call knows that everybody has reduced. Each workgroup waits for the owners of its own pieces; all waves do,
-since what a wave sees depends on the fence of its own wait.
-The pieces are dealt out so that neighbouring workgroups read from different owners: each has a link of its own.
+The first workgroup tells every peer that this rank's slice may be read, and waits for all peers, so that
+whoever has finished a call knows that everybody has reduced. Each workgroup waits for the owners of its own
+pieces; all waves do, since what a wave sees depends on the fence of its own wait.
+The pieces are dealt out so that neighbouring workgroups read from different owners: each has a link of its
+own.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -24,8 +26,8 @@ WAVES = THREADS // LANES
 
 @fx.struct
 class Pull:
-    """staging, scales: offsets of the finished slice at every owner, of up to slice_rows rows, and here at the output
-    the m rows of the whole matrix. A slice is cut into `pieces` of `piece_rows` rows."""
+    """staging, scales: offsets of the finished slice at every owner, of up to slice_rows rows, and here at
+    the output the m rows of the whole matrix. A slice is cut into `pieces` of `piece_rows` rows."""
 
     base: fx.Int64
     stride: fx.Int64

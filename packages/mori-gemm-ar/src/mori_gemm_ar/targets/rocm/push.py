@@ -1,10 +1,11 @@
 """Puts by the copy engines: one wave for each peer, which has a queue and a link of its own.
 
     scatter   my partial sums of each owner's slice -> its landing slot; it counts them in `arrived`
-    gather    my finished slice -> every peer; it counts it in `finished`. Then wait for everybody else's, and for the
-              engines to be done with what they read here: the caller may write to the output after the call
-What they read was published by the end of the kernel that stored it. The count is raised by the engine itself, behind
-the bytes: that a queue's read pointer has moved on says nothing about them.
+    gather    my finished slice -> every peer; it counts it in `finished`. Then wait for everybody else's, and
+              for the engines to be done with what they read here: the caller may write to the output after
+              the call
+What they read was published by the end of the kernel that stored it. The count is raised by the engine
+itself, behind the bytes: that a queue's read pointer has moved on says nothing about them.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"

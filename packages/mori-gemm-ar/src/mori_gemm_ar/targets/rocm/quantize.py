@@ -40,7 +40,8 @@ def quantizer(n: int) -> Kernel:
 
 @fx.struct
 class Widen:
-    """Rows of the whole matrix: those of owner o, `slice_rows` of them, lie from row o * slot_rows of codes on."""
+    """Rows of the whole matrix: those of owner o, `slice_rows` of them, lie from row o * slot_rows of codes
+    on."""
 
     codes: fx.Int64
     scales: fx.Int64

@@ -1,13 +1,15 @@
 """The owner's sum: W bf16 partial sums of each element, added in fp32 in rank order, rounded once to bf16.
 
-    reducer    a flat walk over 16-byte packs; or, quantising, a wave for each row, which it needs whole for its scale
+    reducer    a flat walk over 16-byte packs; or, quantising, a wave for each row, whose scale needs it whole
     pusher     the same, part by part: whoever finishes a part hands it to the copy engines
 
 How a part gets to the copy engines, which read memory and no caches (`publish`):
-    writethrough   every lane stores past its caches and waits for its stores; the workgroup meets; one thread counts
-    fence          every wave waits for its plain stores; the workgroup meets; one wave writes its L2 back and counts
-Workgroups do not wait for each other: the last of a part posts its puts, one lane for each peer. A counter is never
-reset: a part is complete when its counter stands as many above where the call found it as there are workgroups.
+    writethrough   every lane stores past its caches and waits for that; the workgroup meets; one lane counts
+    fence          every wave waits for its plain stores; the workgroup meets; one wave writes its L2 back and
+                   one lane counts
+Workgroups do not wait for each other: the last of a part posts its puts, one lane for each peer. A counter is
+never reset: a part is complete when its counter stands as many above where the call found it as there are
+workgroups.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -28,8 +30,8 @@ PACK_BYTES = 2 * PACK
 
 @fx.struct
 class Sum:
-    """The source of rank s begins at sources + s * step, this rank's own at `own`. Finished rows go to `out` (bf16,
-    or codes) and `scales`."""
+    """The source of rank s begins at sources + s * step, this rank's own at `own`. Finished rows go to `out`
+    (bf16, or codes) and `scales`."""
 
     sources: fx.Int64
     step: fx.Int64
@@ -79,8 +81,8 @@ def reducer(num_ranks: int, n: int, *, quantises: bool) -> Kernel:
 
 @fx.struct
 class Push:
-    """The sum (as above), cut into `parts` of `part_rows` rows, and where a part goes at each peer: to the same offset
-    of its window as here."""
+    """The sum (as above), cut into `parts` of `part_rows` rows, and where a part goes at each peer: to the
+    same offset of its window as here."""
 
     sources: fx.Int64
     step: fx.Int64

@@ -1,8 +1,10 @@
-"""Where the rocm target's flags and buffers lie in the window, in bytes. Pure integers; launch.py has the protocol.
+"""Where the rocm target's flags and buffers lie in the window, in bytes. Pure integers; launch.py has the
+protocol.
 
     epoch, arrived_due, finished_due   this rank's own counts, 64 bits each
     called    [source] u64, written by the source: which call it is in, and with which M
-    arrived   [source] u64, written by the source or its copy engine: puts of partial sums of my slice that are here
+    arrived   [source] u64, written by the source or its copy engine: puts of partial sums of my slice that
+              are here
     finished  [source] u64, the same of finished rows: puts that are here, or (pulled) slices that may be read
     counters  [owner][chunk] u64, mine: tiles of the chunk that are stored (`tiles`), and
               [part] workgroups that have reduced their share of a part (`blocks`)
@@ -13,8 +15,8 @@
     scales    fp32, one per row of staging where it is fp8
     output    [m_max, N] bf16: what the caller gets a view of
 
-Every offset follows from m_max, never from the M of a call: with two Ms in turn on one window, one call's data would
-otherwise lie where the other expects its own. Regions that a mode does not use have no bytes.
+Every offset follows from m_max, never from the M of a call: with two Ms in turn on one window, one call's
+data would otherwise lie where the other expects its own. Regions that a mode does not use have no bytes.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ M_BITS = 24  # of `called`: the call's M; the call's number is above
 
 @dataclass(frozen=True)
 class Control:
-    """Offsets of the words. They come first in a part and depend on the number of ranks alone: kernels have them as
-    constants."""
+    """Offsets of the words. They come first in a part and depend on the number of ranks alone: kernels have
+    them as constants."""
 
     num_ranks: int
     epoch: int

@@ -1,8 +1,10 @@
-"""One finished row in a wave's registers: its largest magnitude, its fp8 codes, and the way back. Device code.
+"""One finished row in a wave's registers: its largest magnitude, its fp8 codes, and the way back. Device
+code.
 
-Byte for byte what the host target makes of the row; quant/quantize.py has the rules for zero, tiny and non-finite
-rows. Lane l holds the 8 elements at column 8 * (64 * i + l) for i = 0, 1, ... Where a row ends inside a strip, lanes
-behind the end hold its last 8 elements once more: that changes no maximum, and they store nothing.
+Byte for byte what the host target makes of the row; quant/quantize.py has the rules for zero, tiny and
+non-finite rows. Lane l holds the 8 elements at column 8 * (64 * i + l) for i = 0, 1, ... Where a row ends
+inside a strip, lanes behind the end hold its last 8 elements once more: that changes no maximum, and they
+store nothing.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call"
@@ -85,7 +87,8 @@ def widened(words, scale):
 
 @flyc.jit
 def store_narrowed(packs, n, codes, scale_at, lane, through=False):
-    """A row as codes and scale. `through`: past the caches, for a copy engine that is told by this very kernel."""
+    """A row as codes and scale. `through`: past the caches, for a copy engine that is told by this very
+    kernel."""
     largest = largest_magnitude(packs)
     scale = scale_of(largest)
     for strip in fx.range_constexpr(strips_of(n)):

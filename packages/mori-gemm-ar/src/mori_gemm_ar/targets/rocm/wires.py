@@ -4,14 +4,15 @@ ToQueues  fused-sdma. Tiles are stored in C, past all caches. In tile_done, for 
             1. each wave waits for its own stores: they are in memory then
             2. the workgroup meets, so all of the tile is
             3. one thread adds 1 to the counter of (owner, chunk)
-            4. who brings it to the number of the chunk's tiles posts the chunk: copy to the owner's landing slot, and
-               behind it 1 is added to `arrived` there
-          A counter is never reset, so that a replayed launch works like the first: `then`, noted when the call began,
-          is where it stood, and the chunk is complete tiles_per_chunk above. Whatever M the calls before had.
-          Two chunks may be posted to one queue at the same time: a put takes its place in the ring by an atomic
-          addition and its turn at the doorbell in that order, so there is no lock.
-ToPeers   fused-lsa. Tiles are stored straight into the owner's landing slot, past all caches: the kernel's end may
-          write back what is at home here, but need not write back what is not. `meet` tells the owners.
+            4. who brings it to the number of the chunk's tiles posts the chunk: a copy to the owner's landing
+               slot, and behind it 1 is added to `arrived` there
+          A counter is never reset, so that a replayed launch works like the first: `then`, noted when the
+          call began, is where it stood, and the chunk is complete tiles_per_chunk above. Whatever M the calls
+          before had. Two chunks may be posted to one queue at the same time: a put takes its place in the
+          ring by an atomic addition and its turn at the doorbell in that order, so there is no lock.
+ToPeers   fused-lsa. Tiles are stored straight into the owner's landing slot, past all caches: the kernel's
+          end may write back what is at home here, but need not write back what is not. `meet` tells the
+          owners.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
