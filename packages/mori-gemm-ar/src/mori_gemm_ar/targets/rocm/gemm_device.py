@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped"
-"""Pointers, buffers and the matrix instruction, as the GEMM's device code spells them."""
+"""LDS, loads and the matrix instruction, as the GEMM's device code spells them. Buffers are bounded.py's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import flydsl.expr as fx
-from flydsl._mlir import ir
-from flydsl._mlir.dialects import rocdl
 
 BLOCK = 128  # k of one matrix instruction, and of one block of scales: a row of it is 128 bytes
+NOWHERE = 1 << 30  # an offset behind the end of every buffer
 FP8 = 0  # e4m3, as an operand format of the f8f6f4 instructions
 
 
@@ -19,33 +18,27 @@ def raw(value: Any) -> Any:
     return value.ir_value() if hasattr(value, "ir_value") else fx.Int32(value).ir_value()
 
 
-def global_pointer(kind: Any, address: Any) -> Any:
-    """To memory: `pointer + i` counts elements of `kind`."""
-    kind_of = fx.PointerType.get(elem_ty=kind.ir_type, address_space=fx.AddressSpace.Global, alignment=4)
-    return fx.inttoptr(kind_of, address)
-
-
 def shared_pointer(kind: Any, address: Any, alignment: int = 4) -> Any:
-    """To LDS, from a 32-bit address. Made anew wherever the alignment is known and `pointer + i` forgot it."""
+    """To LDS, from a 32-bit address. Made anew where the alignment is known: `pointer + i` forgets it."""
     kind_of = fx.PointerType.get(
         elem_ty=kind.ir_type, address_space=fx.AddressSpace.Shared, alignment=alignment
     )
     return fx.inttoptr(kind_of, address)
 
 
-def buffer(address: Any, nbytes: Any) -> Any:
-    """A descriptor of nbytes at an address (both uniform): loads behind its end give 0, stores do nothing."""
-    pointer = fx.rocdl.make_buffer_ptr(global_pointer(fx.Int32, address), num_records_bytes=nbytes)
-    return fx.rocdl.get_buffer_rsrc(pointer)
+def load_into_lds(source: Any, offset: Any, lds_address: Any, nbytes: int) -> None:
+    """Start a copy of 4 or 16 bytes per lane: from its own offset to lds_address (uniform) + nbytes * lane.
 
-
-def load_into_lds(source: Any, offset: Any, lds_address: Any) -> None:
-    """Start a copy of 16 bytes per lane: from the lane's own offset to lds_address (uniform) + 16 * lane.
-
-    The compiler does not wait for it by itself: asyncmark() behind a group, wait_asyncmark() for it.
+    The compiler does not wait for it by itself: wait_for_dma() does.
     """
-    place = shared_pointer(fx.Uint8, lds_address, 16).llvm_ptr
-    fx.rocdl.raw_ptr_buffer_load_async_lds(source, place, raw(16), raw(offset), raw(0), raw(0))
+    place = shared_pointer(fx.Uint8, lds_address, nbytes).llvm_ptr
+    fx.rocdl.raw_ptr_buffer_load_async_lds(source, place, raw(nbytes), raw(offset), raw(0), raw(0))
+
+
+def wait_for_dma() -> None:
+    """For all that this wave has started. What other waves have is there behind a barrier."""
+    fx.rocdl.asyncmark()
+    fx.rocdl.wait_asyncmark(0)
 
 
 def load_word(kind: Any, source: Any, offset: Any) -> Any:
@@ -53,10 +46,11 @@ def load_word(kind: Any, source: Any, offset: Any) -> Any:
     return kind(fx.rocdl.raw_ptr_buffer_load(kind.ir_type, source, offset, fx.Int32(0)))
 
 
-def store_16_bytes(target: Any, offset: Any, words: Any, aux: int) -> None:
-    """Store four words per lane; `aux` holds the cache bits as mori_shmem.device.flydsl gives them."""
-    bits = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), aux)
-    rocdl.raw_ptr_buffer_store(words.ir_value(), target, raw(offset), raw(0), aux=bits)
+def load_words(kind: Any, source: Any, offset: Any, count: int) -> Any:
+    """A vector of them."""
+    return fx.Vector(
+        fx.rocdl.raw_ptr_buffer_load(fx.Vector.make_type(count, kind), source, offset, fx.Int32(0))
+    )
 
 
 def multiply(a: Any, b: Any, c: Any, scales: Sequence[Any] | None = None) -> Any:

@@ -11,51 +11,57 @@ A workgroup of 8 waves computes one tile. Per block of 128 k, with two stages of
 Then each lane rounds its sums to bf16, once, and stores them where the Wire says.
 """
 
-from dataclasses import dataclass
+import functools
 from typing import Any
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
+from mori_shmem.device.flydsl.bounded import bounded, store16_bounded
 
-from mori_gemm_ar.targets.rocm.gemm_device import BLOCK, buffer, store_16_bytes
+from mori_gemm_ar.targets.rocm.gemm_device import BLOCK, NOWHERE, wait_for_dma
 from mori_gemm_ar.targets.rocm.gemm_panels import Panel
-from mori_gemm_ar.targets.rocm.gemm_scales import SCALINGS, WORD
+from mori_gemm_ar.targets.rocm.gemm_scales import SCALINGS
+from mori_gemm_ar.targets.rocm.kernel import Kernel
 from mori_gemm_ar.targets.rocm.tiles import TileShape, larger
 from mori_gemm_ar.targets.rocm.wire import Arguments, Wire
 
-WRITETHROUGH = 17
 WIRE_BYTES = 64
-NOWHERE = 1 << 30  # behind the end of every buffer: its loads give 0
-HINTS = {"llvm_options": {"amdgpu-mfma-vgpr-form": True}}
 
 
-@dataclass(frozen=True)
-class Operands:
-    """The kernel's first arguments."""
+@fx.struct
+class Product:
+    """The arguments: one rank's operands, and its wire's.
 
-    a: Any
-    b: Any
-    a_scale: Any
-    b_scale: Any
-    m: Any
-    a_pitch: Any  # bytes between rows
-    b_pitch: Any
-    a_scale_pitch: Any  # elements between blocks of k
-    b_scale_pitch: Any  # elements between blocks of columns
+    a_pitch, b_pitch   bytes between rows
+    a_scale_pitch      words between blocks of k (blockscale), or between rows (mxfp8)
+    b_scale_pitch      words between blocks of columns; blocks of k follow each other
+    where              the wire's own
+    """
+
+    a: fx.Int64
+    b: fx.Int64
+    a_scale: fx.Int64
+    b_scale: fx.Int64
+    where: fx.Int64
+    m: fx.Int32
+    k: fx.Int32
+    a_pitch: fx.Int32
+    b_pitch: fx.Int32
+    a_scale_pitch: fx.Int32
+    b_scale_pitch: fx.Int32
 
 
 class Workgroup:
     """One workgroup's tile while the kernel is traced."""
 
-    def __init__(self, quant: str, n: int, k: int, shape: TileShape, wire: Wire) -> None:
-        self.n, self.k, self.shape, self.wire = n, k, shape, wire
-        self.num_blocks = k // BLOCK
-        self.scaling = SCALINGS[quant](shape, n, self.num_blocks)
+    def __init__(self, quant: str, n: int, ragged_k: bool, shape: TileShape, wire: Wire) -> None:
+        self.n, self.ragged_k, self.shape, self.wire = n, ragged_k, shape, wire
+        self.scaling = SCALINGS[quant](shape, n)
         self.down, self.across = shape.wave_rows // 16, shape.wave_cols // 16
 
-    def open(self, operands: Operands, wire_arguments: tuple[Any, Any], lds: list[Any]) -> None:
+    def open(self, args: Any, lds: list[Any]) -> None:
         """Which tile it is, and where everything lies. lds: a, b, scales, the wire's own."""
-        shape, thread = self.shape, fx.thread_idx.x
+        shape, thread, self.num_blocks = self.shape, fx.thread_idx.x, (args.k + (BLOCK - 1)) // BLOCK
         self.lane = thread % 64
         wave = fx.Int32(fx.rocdl.readfirstlane(fx.Int32.ir_type, (thread // 64).ir_value()))
         waves_across = shape.WAVES // shape.waves_down
@@ -64,44 +70,42 @@ class Workgroup:
             wave % waves_across * shape.wave_cols,
         )
 
-        self.wire.begin(Arguments(operands.m, *wire_arguments, lds[3], self.n, shape))
+        self.wire.begin(Arguments(args.m, args.where, lds[3], self.n, shape))
         self.tile = self.wire.order(fx.block_idx.x)
         self.a = Panel(lds[0], shape.rows, shape.WAVES, columns_of_c=False)
         self.b = Panel(lds[1], shape.cols, shape.WAVES, columns_of_c=True)
-        self.a.open(operands.a, operands.a_pitch, self.tile.row0, operands.m, self.k, wave, self.lane)
-        self.b.open(operands.b, operands.b_pitch, self.tile.col0, fx.Int32(self.n), self.k, wave, self.lane)
+        self.a.open(args.a, args.a_pitch, self.tile.row0, args.m, args.k, wave, self.lane)
+        self.b.open(args.b, args.b_pitch, self.tile.col0, fx.Int32(self.n), args.k, wave, self.lane)
         self.a.face(self.first_row, self.lane)
         self.b.face(self.first_col, self.lane)
-        self.scaling.open(lds[2], self.tile, operands, thread, (self.first_row, self.first_col))
+        self.scaling.open(lds[2], self.tile, args, thread, wave, (self.first_row, self.first_col))
 
     @flyc.jit
     def product(self) -> Any:
         """The wave's sums, [down * across] fragments, in units that `store` knows."""
         zero = fx.Int32(0)
-        state = self.scaling.put(zero, self.scaling.start(), self.scaling.load(zero))
-        loaded = self.scaling.load(fx.Int32(1))
+        state = self.scaling.start()
         self._fetch(zero, zero)
         sums = [fx.Vector.filled(4, 0.0, fx.Float32) for _ in range(self.down * self.across)]
         for step in range(self.num_blocks):
             block = fx.Int32(step)
             stage = block % 2
-            fx.rocdl.asyncmark()
-            fx.rocdl.wait_asyncmark(0)
+            wait_for_dma()
             fx.barrier()
-            state = self.scaling.put(1 - stage, state, loaded)
-            loaded = self.scaling.load(block + 2)
             self._fetch(block + 1, 1 - stage)
+            self.scaling.fetch(block, stage)
+            fx.rocdl.sched_barrier(0)
+            state = self.scaling.put(block + 1, 1 - stage, state)
             sums = self._multiplied(sums, stage)
-        fx.rocdl.asyncmark()
-        fx.rocdl.wait_asyncmark(0)
-        self.scaling.finish(fx.Int32(self.num_blocks % 2), state)
+        wait_for_dma()
+        self.scaling.finish(self.num_blocks % 2, state)
         return sums
 
     def _fetch(self, block: Any, stage: Any) -> None:
         """Behind the last block there is nothing: zeros, without a branch."""
         column = (block < self.num_blocks).select(block * BLOCK, fx.Int32(NOWHERE))
-        self.a.fetch(column, stage)
-        self.b.fetch(column, stage)
+        self.a.fetch(column, stage, ends_inside=self.ragged_k)
+        self.b.fetch(column, stage, ends_inside=self.ragged_k)
 
     def _multiplied(self, sums: list[Any], stage: Any) -> list[Any]:
         """`sums` with what lies in a stage."""
@@ -117,9 +121,9 @@ class Workgroup:
 
     def store(self, sums: list[Any]) -> None:
         """Eight columns of a row at a time: fragments j and j + 1 of the columns lie side by side in a lane."""
-        n, tile, pitch, end = self.n, self.tile, 2 * self.n, fx.Int32(self.num_blocks % 2)
+        n, tile, pitch, end = self.n, self.tile, 2 * self.n, self.num_blocks % 2
         nbytes = larger(tile.rows * pitch - tile.col0 * 2, 0)
-        target = buffer(self.wire.address(tile) + fx.Int64(tile.col0) * 2, fx.Int64(nbytes))
+        target = bounded(self.wire.address(tile) + fx.Int64(tile.col0) * 2, nbytes)
         rows = [self.scaling.row_at_end(i, end) for i in range(self.down)]
         for pair in range(self.across // 2):
             column = self.first_col + 32 * pair + self.lane // 16 * 8
@@ -133,71 +137,39 @@ class Workgroup:
                 if n % self.shape.cols:
                     offset = (tile.col0 + column < n).select(offset, fx.Int32(-1))
                 words = value.to(fx.BFloat16).bitcast(fx.Int32)
-                store_16_bytes(target, offset, words, WRITETHROUGH if self.wire.writethrough else 0)
+                fx.rocdl.sched_barrier(
+                    0
+                )  # one row after the other: all at once need more registers than there are
+                store16_bounded(target, offset, words, through=self.wire.writethrough)
 
 
-def gemm_kernel(quant: str, n: int, k: int, shape: TileShape, wire: Wire) -> Any:
-    """A launcher for [*, k] x [n, k], k a multiple of 128, n of 8."""
-    workgroup = Workgroup(quant, n, k, shape, wire)
+def gemm_kernel(quant: str, n: int, k: int, shape: TileShape, wire: Wire) -> Kernel:
+    """For [*, k] x [n, k], k a multiple of 16, n of 8; its arguments are a Product. One workgroup per tile.
+
+    The same kernel serves every k that is a multiple of 128, another one the others.
+    """
+    return _gemm_kernel(quant, n, k % BLOCK != 0, shape, wire)
+
+
+@functools.cache
+def _gemm_kernel(quant: str, n: int, ragged_k: bool, shape: TileShape, wire: Wire) -> Kernel:
+    workgroup = Workgroup(quant, n, ragged_k, shape, wire)
 
     @fx.struct
     class Shared:
+        scales: fx.Array[fx.Uint8, max(16, workgroup.scaling.lds_bytes), 16]  # first: short addresses
+        wire: fx.Array[fx.Uint8, WIRE_BYTES, 16]
         a: fx.Array[fx.Uint8, 2 * shape.rows * BLOCK, 16]
         b: fx.Array[fx.Uint8, 2 * shape.cols * BLOCK, 16]
-        scales: fx.Array[fx.Uint8, max(16, 2 * workgroup.scaling.num_slots * WORD), 16]
-        wire: fx.Array[fx.Uint8, WIRE_BYTES, 16]
 
     @flyc.kernel(name=f"gemm_{quant}_{shape}_{wire.name}")
-    def gemm(
-        a: fx.Int64,
-        b: fx.Int64,
-        a_scale: fx.Int64,
-        b_scale: fx.Int64,
-        m: fx.Int32,
-        a_pitch: fx.Int32,
-        b_pitch: fx.Int32,
-        a_scale_pitch: fx.Int32,
-        b_scale_pitch: fx.Int32,
-        where: fx.Int64,
-        call: fx.Int64,
-    ):
+    def gemm(args: Product, blocks: fx.Int32):
         shared = fx.SharedAllocator().allocate(Shared).peek()
         parts = (shared.a, shared.b, shared.scales, shared.wire)
-        operands = Operands(a, b, a_scale, b_scale, m, a_pitch, b_pitch, a_scale_pitch, b_scale_pitch)
-        workgroup.open(operands, (where, call), [fx.Int32(fx.ptrtoint(part.ptr)) for part in parts])
+        workgroup.open(args, [fx.Int32(fx.ptrtoint(part.ptr)) for part in parts])
         sums = workgroup.product()
         fx.barrier()
         workgroup.store(sums)
         wire.tile_done(workgroup.tile)
 
-    @flyc.jit
-    def launch(
-        a: fx.Int64,
-        b: fx.Int64,
-        a_scale: fx.Int64,
-        b_scale: fx.Int64,
-        m: fx.Int32,
-        a_pitch: fx.Int32,
-        b_pitch: fx.Int32,
-        a_scale_pitch: fx.Int32,
-        b_scale_pitch: fx.Int32,
-        where: fx.Int64,
-        call: fx.Int64,
-        num_tiles: fx.Int32,
-        stream: fx.Stream = fx.Stream(None),
-    ):
-        gemm(
-            a,
-            b,
-            a_scale,
-            b_scale,
-            m,
-            a_pitch,
-            b_pitch,
-            a_scale_pitch,
-            b_scale_pitch,
-            where,
-            call,
-        ).launch(grid=(num_tiles, 1, 1), block=(shape.threads, 1, 1), stream=stream)
-
-    return flyc.compile[HINTS](launch)
+    return Kernel(gemm, Product, shape.threads)

@@ -10,16 +10,15 @@ blockscale   out = sum over blocks of s_k * d_k, with s_k = fp32(a_scale * b_sca
              limit, and may be zero, so e_k is not always s_k:
                  g_k = max |s_j|, j <= k        e_k = s_k, or 2^-80 g_k where |s_k| is below that
              which adds at most 2^-55 g_k to the result for each such block; nothing if its codes are zero,
-             or if all scales of the row are. A scale that is not finite makes the row's columns under it NaN.
+             or if all scales of the row are. Under a scale that is not finite no result is.
              Products of scales below 2^-126 have fewer bits.
 ptpc         out = (acc * a_scale[row]) * b_scale[column], once at the end
 mxfp8        the matrix instruction multiplies by 2^(a - 127) * 2^(b - 127) for every 32 k
 
-blockscale and mxfp8 pass scales through LDS, one word per slot and stage: a thread loads the word of its
-slot two blocks ahead, and writes what the waves will read one block ahead.
-
 A lane of fragment i of the rows and j of the columns (gemm_panels.py) holds one row, and 4 columns from
-column(j, 4g) on.
+column(j, 4g) on. What lanes need of a block they read in LDS, in one word for each row and stage; mxfp8 has
+words for the columns as well. DMA brings scales as they are in memory, a word per thread: with mxfp8 that is
+all; with blockscale each thread then writes e_{k-1} / e_k of its row beside it.
 """
 
 from __future__ import annotations
@@ -27,14 +26,17 @@ from __future__ import annotations
 from typing import Any
 
 import flydsl.expr as fx
+from mori_shmem.device.flydsl.bounded import bounded
+from mori_shmem.device.flydsl.memory import pointer
 
 from mori_gemm_ar.targets.rocm.gemm_device import (
     BLOCK,
-    buffer,
-    global_pointer,
+    load_into_lds,
     load_word,
+    load_words,
     multiply,
     shared_pointer,
+    wait_for_dma,
 )
 from mori_gemm_ar.targets.rocm.tiles import Tile, TileShape, larger, smaller
 
@@ -43,33 +45,37 @@ WORD = 4
 
 
 class Scaling:
-    """What they have in common: slots in LDS, of which a kind may have none."""
+    """What they have in common. `kinds` of words there are in LDS: 2 stages of each, one word per thread."""
 
-    has_slots = False
+    kinds = 0
 
-    def __init__(self, shape: TileShape, n: int, blocks: int) -> None:
-        self.shape, self.n, self.blocks = shape, n, blocks
-        self.num_slots = shape.threads if self.has_slots else 0  # one each, so that no thread is left out
+    def __init__(self, shape: TileShape, n: int) -> None:
+        self.shape, self.n = shape, n
 
-    def open(self, at: Any, tile: Tile, args: Any, thread: Any, first: tuple[Any, Any]) -> None:
-        """Prepare this thread's slot, and reading those of the wave's rows and columns from `first` on."""
-        self._at, self._tile, self._args, self._thread, self._first = at, tile, args, thread, first
+    @property
+    def lds_bytes(self) -> int:
+        """Of all words."""
+        return self.kinds * 2 * self.shape.threads * WORD
+
+    def open(self, at: Any, tile: Tile, args: Any, thread: Any, wave: Any, first: tuple[Any, Any]) -> None:
+        """Prepare this thread's word, and reading those of the wave's rows and columns from `first` on."""
+        self._at, self._tile, self._args = at, tile, args
+        self._thread, self._wave, self._first = thread, wave, first
         self._r, self._g = thread % 16, thread % 64 // 16
 
-    def load(self, block: Any) -> list[Any]:
-        """What memory holds for this thread's slot, for the last block if there is none such."""
-        return []
-
     def start(self) -> list[Any]:
-        """What `put` hands on from block to block."""
+        """Before the first block; what `put` hands on from block to block."""
         return []
 
-    def put(self, stage: Any, state: list[Any], loaded: list[Any]) -> list[Any]:
-        """What was loaded into the slot, for a stage; the next state."""
+    def fetch(self, block: Any, stage: Any) -> None:
+        """While `block` is being multiplied: start the DMA of scales that will be needed."""
+
+    def put(self, block: Any, stage: Any, state: list[Any]) -> list[Any]:
+        """Make what the lanes will need in `block` of what this wave has fetched, and the next state."""
         return state
 
     def finish(self, stage: Any, state: list[Any]) -> None:
-        """What is needed behind the last block into the slot. Read it behind a barrier."""
+        """What is needed behind the last block. Read it behind a barrier."""
 
     def of_row(self, fragment: int, stage: Any) -> Any:
         """What the row's lane needs in a block."""
@@ -91,73 +97,82 @@ class Scaling:
         """What eight columns are multiplied with behind that, or None."""
         return None
 
-    def _slot_address(self, slot: Any, stage: Any) -> Any:
-        return self._at + (stage * self.num_slots + slot) * WORD
+    def _word(self, word: Any, stage: Any, kind: int = 0) -> Any:
+        """Its LDS address."""
+        return self._at + ((kind * 2 + stage) * self.shape.threads + word) * WORD
 
-    def _read(self, kind: Any, slot: Any, stage: Any) -> Any:
-        return fx.generic_load(shared_pointer(kind, self._slot_address(slot, stage)))
+    def _read(self, dtype: Any, word: Any, stage: Any, kind: int = 0) -> Any:
+        return fx.generic_load(shared_pointer(dtype, self._word(word, stage, kind)))
 
-    def _write(self, kind: Any, stage: Any, value: Any) -> None:
-        fx.generic_store(shared_pointer(kind, self._slot_address(self._thread, stage)), value)
+    def _fetch(self, source: Any, offset: Any, stage: Any, kind: int = 0) -> None:
+        """A word for each thread."""
+        load_into_lds(source, offset, self._word(self._wave * 64, stage, kind), WORD)
 
-    def _row_of(self, row: Any) -> Any:
-        """A row of the tile in the whole matrix, the last one for those behind it."""
-        return smaller(self._tile.row0 + row, self._args.m - 1)
+    def _rows_of_a(self, block: Any, row_pitch: Any, block_pitch: Any) -> tuple[Any, Any]:
+        """Where the words of the tile's rows for a block (the last one behind the end) begin, `row_pitch` words
+        apart, and how many bytes they reach over."""
+        first = fx.Int64(self._tile.row0) * fx.Int64(row_pitch) + self._last(block) * fx.Int64(block_pitch)
+        rows = smaller(self._args.m - self._tile.row0, self.shape.rows)
+        return self._args.a_scale + first * WORD, _nbytes(rows, row_pitch)
 
-    def _a_word(self, block: Any) -> tuple[Any, Any]:
-        """Scales of A for a block (the last one behind the end) as a buffer, and this thread's offset in it."""
-        rows = larger(smaller(self._args.m - self._tile.row0, self.shape.rows), 0)
-        first = fx.Int64(self._tile.row0) + self._block(block) * fx.Int64(self._args.a_scale_pitch)
-        return buffer(self._args.a_scale + first * WORD, fx.Int64(rows * WORD)), self._a
+    def _last(self, block: Any) -> Any:
+        return fx.Int64(smaller(block, (self._args.k - 1) // BLOCK))
 
-    def _b_word(self, block: Any, width: int) -> tuple[Any, Any]:
-        """The same of B, one scale for `width` columns."""
-        pitch, first = self._args.b_scale_pitch, self._tile.col0 // width
-        last = smaller(-(-self.n // width) - first, self.shape.cols // width) - 1
-        address = self._args.b_scale + (fx.Int64(first) * fx.Int64(pitch) + self._block(block)) * WORD
-        return buffer(address, fx.Int64((last * pitch + 1) * WORD)), self._b
 
-    def _block(self, block: Any) -> Any:
-        return fx.Int64(smaller(block, fx.Int32(self.blocks - 1)))
+def _nbytes(count: Any, pitch: Any) -> Any:
+    """From the first of `count` words to the end of the last one; 0 for none."""
+    return larger((count - 1) * pitch + 1, 0) * WORD
 
 
 class Blockscale(Scaling):
-    """Slot (half, row): a row of the tile, and 128 of its columns."""
+    """Thread (half, row): a row of the tile, and 128 of its columns. Kind 0: the ratios. Kind 1: scales of A."""
 
-    has_slots = True
+    kinds = 2
 
-    def open(self, at: Any, tile: Tile, args: Any, thread: Any, first: tuple[Any, Any]) -> None:
-        super().open(at, tile, args, thread, first)
-        self._a = thread % self.shape.rows * WORD
-        self._b = thread // self.shape.rows * args.b_scale_pitch * WORD
-        self._slots = first[1] // BLOCK * self.shape.rows + first[0] + self._r
-
-    def load(self, block: Any) -> list[Any]:
-        return [
-            load_word(fx.Float32, *self._a_word(block)),
-            load_word(fx.Float32, *self._b_word(block, BLOCK)),
-        ]
+    def open(self, at: Any, tile: Tile, args: Any, thread: Any, wave: Any, first: tuple[Any, Any]) -> None:
+        super().open(at, tile, args, thread, wave, first)
+        self._own_row = thread % self.shape.rows * WORD
+        last = -(-self.n // BLOCK) - 1
+        column_block = smaller(tile.col0 // BLOCK + wave * 64 // self.shape.rows, last)
+        self._b = args.b_scale + fx.Int64(column_block) * fx.Int64(args.b_scale_pitch) * WORD
+        self._words = first[1] // BLOCK * self.shape.rows + first[0] + self._r
 
     def start(self) -> list[Any]:
-        """e, g, and a zero that turns NaN with the first scale that is not finite."""
-        return [fx.Float32(0.0), fx.Float32(0.0), fx.Float32(0.0)]
+        """e and g."""
+        first, second = fx.Int32(0), fx.Int32(1)
+        self._fetch_a(first, first)
+        wait_for_dma()
+        self._fetch_a(second, second)
+        return self.put(first, first, [fx.Float32(0.0), fx.Float32(0.0)])
 
-    def put(self, stage: Any, state: list[Any], loaded: list[Any]) -> list[Any]:
-        e, g, poison = state
-        s = loaded[0] * loaded[1]
+    def fetch(self, block: Any, stage: Any) -> None:
+        self._fetch_a(block + 2, stage)  # its own words: those of `block` are ratios already
+
+    def _fetch_a(self, block: Any, stage: Any) -> None:
+        self._fetch(bounded(*self._rows_of_a(block, 1, self._args.a_scale_pitch)), self._own_row, stage, 1)
+
+    def put(self, block: Any, stage: Any, state: list[Any]) -> list[Any]:
+        e, g = state
+        b = fx.generic_load(
+            pointer(fx.Float32, self._b + self._last(block) * WORD, 4)
+        )  # uniform: a scalar load
+        s = self._read(fx.Float32, self._thread, stage, 1) * b
         magnitude = fx.absf(s)
         g = fx.maxnumf(g, magnitude)
         floor = g * fx.Float32(SMALLEST)
-        unit = (magnitude >= floor).select(s, floor)
+        unit = (magnitude < floor).select(floor, s)  # NaN is not below anything
         ratio = e / (unit == fx.Float32(0.0)).select(fx.Float32(1.0), unit)
-        self._write(fx.Float32, stage, ratio)
-        return [unit, g, poison + (s - s)]
+        self._write(stage, ratio)
+        return [unit, g]
 
     def finish(self, stage: Any, state: list[Any]) -> None:
-        self._write(fx.Float32, stage, state[0] + state[2])
+        self._write(stage, state[0])
+
+    def _write(self, stage: Any, value: Any) -> None:
+        fx.generic_store(shared_pointer(fx.Float32, self._word(self._thread, stage)), value)
 
     def of_row(self, fragment: int, stage: Any) -> Any:
-        return self._read(fx.Float32, self._slots + 16 * fragment, stage)
+        return self._read(fx.Float32, self._words + 16 * fragment, stage)
 
     def step(self, acc: Any, columns: Any, rows: Any, of_columns: Any, of_row: Any) -> Any:
         return multiply(columns, rows, acc * of_row)
@@ -167,35 +182,48 @@ class Blockscale(Scaling):
 
 
 class Ptpc(Scaling):
-    """No slots: scales are read at the end."""
+    """Nothing in LDS: scales are read at the end."""
 
     def row_at_end(self, fragment: int, stage: Any) -> Any:
-        row = self._row_of(self._first[0] + 16 * fragment + self._r)
-        return fx.generic_load(global_pointer(fx.Float32, self._args.a_scale + fx.Int64(row) * WORD))
+        rows = bounded(*self._rows_of_a(fx.Int32(0), 1, 0))
+        return load_word(fx.Float32, rows, (self._first[0] + 16 * fragment + self._r) * WORD)
 
     def columns_at_end(self, column0: Any) -> Any:
-        column = smaller(self._tile.col0 + column0, fx.Int32(self.n - 8))
-        scales = global_pointer(fx.Float32, self._args.b_scale + fx.Int64(column) * WORD)
-        return fx.generic_load(scales, count=4).shuffle(fx.generic_load(scales + 4, count=4), list(range(8)))
+        nbytes = (self.n - self._tile.col0) * WORD
+        columns = bounded(self._args.b_scale + fx.Int64(self._tile.col0) * WORD, nbytes)
+        halves = [load_words(fx.Float32, columns, (column0 + i) * WORD, 4) for i in (0, 4)]
+        return halves[0].shuffle(halves[1], list(range(8)))
 
 
 class Mxfp8(Scaling):
-    """A slot for each row of the tile, then one for each 32 columns: four scales, for 128 k, in a word."""
+    """A thread for each row of the tile, then one for each 32 columns: four scales, for 128 k, in a word."""
 
-    has_slots = True
+    kinds = 1
 
-    def open(self, at: Any, tile: Tile, args: Any, thread: Any, first: tuple[Any, Any]) -> None:
-        super().open(at, tile, args, thread, first)
-        self._a = thread * WORD  # past the rows that there are for the others, so that they load 0
-        self._b = (thread - self.shape.rows) * args.b_scale_pitch * WORD
+    def open(self, at: Any, tile: Tile, args: Any, thread: Any, wave: Any, first: tuple[Any, Any]) -> None:
+        super().open(at, tile, args, thread, wave, first)
+        self._is_a = wave * 64 < self.shape.rows
+        pitch = self._is_a.select(args.a_scale_pitch, args.b_scale_pitch)
+        self._own = (thread - self._is_a.select(fx.Int32(0), fx.Int32(self.shape.rows))) * pitch * WORD
 
-    def load(self, block: Any) -> list[Any]:
-        words = [load_word(fx.Int32, *self._a_word(block)), load_word(fx.Int32, *self._b_word(block, 32))]
-        return [words[0] | words[1]]
+    def start(self) -> list[Any]:
+        self._fetch_words(fx.Int32(0), fx.Int32(0))
+        return []
 
-    def put(self, stage: Any, state: list[Any], loaded: list[Any]) -> list[Any]:
-        self._write(fx.Int32, stage, loaded[0])
-        return state
+    def fetch(self, block: Any, stage: Any) -> None:
+        self._fetch_words(block + 1, 1 - stage)
+
+    def _fetch_words(self, block: Any, stage: Any) -> None:
+        a, a_bytes = self._rows_of_a(block, self._args.a_scale_pitch, 1)
+        b, b_bytes = self._columns_of_b(block)
+        source = bounded(self._is_a.select(a, b), self._is_a.select(a_bytes, b_bytes))
+        self._fetch(source, self._own, stage)
+
+    def _columns_of_b(self, block: Any) -> tuple[Any, Any]:
+        first, pitch = self._tile.col0 // 32, self._args.b_scale_pitch
+        count = smaller(-(-self.n // 32) - first, self.shape.cols // 32)
+        address = fx.Int64(first) * fx.Int64(pitch) + self._last(block)
+        return self._args.b_scale + address * WORD, _nbytes(count, pitch)
 
     def of_row(self, fragment: int, stage: Any) -> Any:
         return self._byte(self._first[0] + 16 * fragment + self._r, stage)
@@ -203,9 +231,9 @@ class Mxfp8(Scaling):
     def of_columns(self, fragment: int, stage: Any) -> Any:
         return self._byte(self.shape.rows + self._first[1] // 32 + fragment // 2, stage)
 
-    def _byte(self, slot: Any, stage: Any) -> Any:
+    def _byte(self, word: Any, stage: Any) -> Any:
         """This lane's 32 k of the block in the low byte; what is above it is not looked at."""
-        return fx.Int32(fx.Uint32(self._read(fx.Int32, slot, stage)) >> fx.Uint32(8 * self._g))
+        return fx.Int32(fx.Uint32(self._read(fx.Int32, word, stage)) >> fx.Uint32(8 * self._g))
 
     def step(self, acc: Any, columns: Any, rows: Any, of_columns: Any, of_row: Any) -> Any:
         return multiply(columns, rows, acc, (of_columns, of_row))

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import flydsl.expr as fx
+
 from mori_gemm_ar.targets.rocm.tiles import Slices, Tile, TileShape, larger, smaller, tile_at
 
 
@@ -36,7 +37,6 @@ class Arguments:
 
     m: Any  # fx.Int32, rows of A
     where: Any  # fx.Int64, the wire's own: an address, or that of a table of 64-bit words in device memory
-    call: Any  # fx.Int64, the wire's own: changes from call to call
     shared: Any  # fx.Int32, address of 64 bytes of LDS that are the wire's
     n: int
     shape: TileShape
