@@ -123,7 +123,7 @@ std::shared_ptr<const Mapping> Fabric::map_window(const std::vector<int>& fds, u
   const Use use(node_);
   if (fds.size() != static_cast<size_t>(node_.settings.world_size))
     throw bad_value("fds", uint64_t{fds.size()}, "world_size of them");
-  auto mapping = std::make_shared<const Mapping>(fds, nbytes);
+  auto mapping = std::make_shared<const FileMapping>(fds, nbytes);
   node_.space.add(mapping);
   return mapping;
 }

@@ -29,10 +29,11 @@ COPY_BYTES = 1 << 29
 
 TICKS_PER_S = 100_000_000  # of the clock that kernels read (s_memrealtime)
 
-# The fault record: eight 32-bit words, as targets/cuda/fault_record.py has them.
+# The fault record: eight 32-bit words, as targets/fault_record.py has them.
 RECORD_CODE, RECORD_PEER, RECORD_WHAT, RECORD_INDEX, RECORD_SEEN, RECORD_WANTED, RECORD_BLOCK = (
     0, 8, 12, 16, 20, 24, 28,
 )  # fmt: skip
+RECORD_FIELDS = ("code", "rank", "peer", "what", "index", "seen", "wanted", "block")
 CODE_PUBLISHED, CODE_BUSY = 1, 2
 QUEUE_ROOM, QUEUE_TURN, QUEUE_QUIET, QUEUE_LOCK = (
     0xC0001,

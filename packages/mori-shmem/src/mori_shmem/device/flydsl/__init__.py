@@ -51,12 +51,18 @@ queue.py   COPY and ATOMIC packets to the copy engine, in order, from any number
     commit(queue, start, at)
     is_first_lane()                                 of the active lanes of this wave
     lock_queue(queue) -> Boolean, unlock_queue(queue)
+
+barrier.py
+    all_ranks_meet(window, words, count, record, what, deadline, world_size) -> Boolean
+                                                    one wave of each rank; `words`: offset of a row of words
+
 put, signal, quiet, reserve, commit: by one lane, or by lanes that have a queue each. Lanes that share a queue
 take put_lanes, or `if is_first_lane():`; else they would wait for each other for ever.
 What a put copies must have left the caches first: every wave `wait_stores()`, fx.barrier(), then one wave
 `release_fence("system")`; or store16_through and wait_stores().
 """
 
+from mori_shmem.device.flydsl.barrier import all_ranks_meet
 from mori_shmem.device.flydsl.memory import (
     acquire_fence,
     add_agent,
@@ -101,6 +107,7 @@ __all__ = [
     "acquire_fence",
     "add_agent",
     "add_system",
+    "all_ranks_meet",
     "clock",
     "commit",
     "deadline_after",
