@@ -1,6 +1,6 @@
-"""The GEMM kernel alone on the simulated node: `ok NAME` for each case that is right. Run below `mori-sim run`.
+"""The GEMM kernel alone on the simulated node: `ok NAME` for each case that is right.
 
-Arguments: names of cases, none for all.
+Run below `mori-sim run`. Arguments: names of cases, none for all.
 """
 
 import sys
@@ -12,7 +12,7 @@ from mori_gemm_ar import reference
 from mori_gemm_ar.quant.operands import a_scale_grid, b_scale_grid
 from mori_gemm_ar.quant.quantize import quantize
 from mori_gemm_ar.targets.rocm.gemm import SHAPES, Gemm
-from mori_gemm_ar.targets.rocm.gemm_kernel import Product, gemm_kernel
+from mori_gemm_ar.targets.rocm.gemm_kernel import gemm_kernel
 from mori_gemm_ar.targets.rocm.wire import ToOutput, one_slice
 from mori_gemm_ar.testing import gx
 
@@ -28,16 +28,11 @@ def product(quant, a, b, a_scale, b_scale, shape):
     (m, k), n = a.shape, b.shape[0]
     grids = a_scale_grid(a_scale, quant, m, k, CPU), b_scale_grid(b_scale, quant, n, k, CPU)
     partials = Gemm(n, k, quant, 256).partials(a, b, *grids)
-    o = partials.operands
     guard = 64  # rows behind the result that must stay as they are
     out = mori_sim.zeros(m + guard, n, dtype=torch.bfloat16)
     out.fill_(7.0)
-    args = Product(
-        *(o.a, o.b, o.a_scale, o.b_scale, out.data_ptr()),
-        *(o.m, o.k, o.a_pitch, o.b_pitch, o.a_scale_pitch, o.b_scale_pitch),
-    )
     num_tiles = one_slice(m, shape).num_tiles(-(-n // shape.cols))
-    gemm_kernel(quant, n, o.k, shape, WIRE).launch(args, num_tiles, 0)
+    gemm_kernel(quant, n, k, shape, WIRE).launch(partials.product(out.data_ptr()), num_tiles, 0)
     mori_sim.synchronize()
     assert (out[m:] == 7.0).all(), "rows behind the end were written"
     return out[:m].clone(), (a, b, *grids)

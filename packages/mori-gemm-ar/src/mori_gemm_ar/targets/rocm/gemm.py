@@ -4,8 +4,8 @@ What is taken as it is and what is copied first:
     a, b         k a multiple of 16, rows at multiples of 16 bytes: as they are; others into padded rows
     blockscale   a's scales [M, K blocks] with strides (1, M), b's [N blocks, K blocks]: as they are
     ptpc         contiguous fp32 of rows and of columns
-    mxfp8        four scale bytes of a row, for 128 of k, are one word: as they are where K is a multiple of 128
-                 and rows begin at multiples of 4 bytes; others into padded rows
+    mxfp8        four scale bytes of a row, for 128 of k, are a word: as they are where K is a multiple of
+                 128 and rows begin at multiples of 4 bytes; others into padded rows
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mori_gemm_ar.targets.rocm.gemm_kernel import Product
 from mori_gemm_ar.targets.rocm.tiles import TileShape
 
 ROW_BYTES = 16  # what a lane of a DMA instruction moves at once
@@ -35,32 +36,21 @@ def shape_for(m: int, n: int, num_ranks: int) -> TileShape:
 
 
 @dataclass(frozen=True)
-class Operands:
-    """The part of a Product (gemm_kernel.py) that is the caller's."""
-
-    a: int
-    b: int
-    a_scale: int
-    b_scale: int
-    m: int
-    k: int
-    a_pitch: int
-    b_pitch: int
-    a_scale_pitch: int
-    b_scale_pitch: int
-
-
-@dataclass(frozen=True)
 class Partials:
-    """One call's operands. `kept` holds what `operands` points to."""
+    """One call's operands. `kept` holds what the addresses point to."""
 
-    operands: Operands
+    addresses: tuple[int, int, int, int]  # a, b, a's scales, b's scales
+    sizes: tuple[int, int, int, int, int, int]  # m, k, and the pitches, in a Product's order
     kept: tuple[torch.Tensor, ...]
 
     @property
     def m(self) -> int:
         """Rows."""
-        return self.operands.m
+        return self.sizes[0]
+
+    def product(self, where: int) -> Product:
+        """The kernel's arguments; `where` is for its wire."""
+        return Product(*self.addresses, where, *self.sizes)
 
 
 class Gemm:
@@ -76,11 +66,12 @@ class Gemm:
         a, b = _addressable(a), _addressable(b)
         prepare = {"blockscale": _blockscale, "ptpc": _ptpc, "mxfp8": _mxfp8}[self._quant]
         a_scale, a_scale_pitch, b_scale, b_scale_pitch = prepare(a_grid, b_grid)
-        operands = Operands(
-            *[a.data_ptr(), b.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr()],
-            *[a.shape[0], padded(self._k), _pitch(a), _pitch(b), a_scale_pitch, b_scale_pitch],
+        kept = a, b, a_scale, b_scale
+        return Partials(
+            (a.data_ptr(), b.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr()),
+            (a.shape[0], padded(self._k), _pitch(a), _pitch(b), a_scale_pitch, b_scale_pitch),
+            kept,
         )
-        return Partials(operands, (a, b, a_scale, b_scale))
 
     def constant(self, value: float, m: int, device: torch.device) -> Partials:
         """Partial sums that are `value` everywhere, a whole number of at most 128: for a self-test."""

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-not-found, import-untyped"
+# mypy: disable-error-code="import-untyped"
 """LDS, loads and the matrix instruction, as the GEMM's device code spells them. Buffers are bounded.py's."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator"
+# mypy: disable-error-code="import-untyped, no-untyped-call, untyped-decorator"
 """C = A * B^T for fp8 operands with scales, bf16 out: the device code. gemm.py launches it.
 
 A workgroup of 8 waves computes one tile. Per block of 128 k, with two stages of LDS:
@@ -120,7 +120,7 @@ class Workgroup:
         return new
 
     def store(self, sums: list[Any]) -> None:
-        """Eight columns of a row at a time: fragments j and j + 1 of the columns lie side by side in a lane."""
+        """Eight columns of a row at a time: fragments j and j + 1 lie side by side in a lane."""
         n, tile, pitch, end = self.n, self.tile, 2 * self.n, self.num_blocks % 2
         nbytes = larger(tile.rows * pitch - tile.col0 * 2, 0)
         target = bounded(self.wire.address(tile) + fx.Int64(tile.col0) * 2, nbytes)
@@ -163,7 +163,7 @@ def _gemm_kernel(quant: str, n: int, ragged_k: bool, shape: TileShape, wire: Wir
         b: fx.Array[fx.Uint8, 2 * shape.cols * BLOCK, 16]
 
     @flyc.kernel(name=f"gemm_{quant}_{shape}_{wire.name}")
-    def gemm(args: Product, blocks: fx.Int32):
+    def gemm(args: Product, blocks: fx.Int32) -> None:
         shared = fx.SharedAllocator().allocate(Shared).peek()
         parts = (shared.a, shared.b, shared.scales, shared.wire)
         workgroup.open(args, [fx.Int32(fx.ptrtoint(part.ptr)) for part in parts])

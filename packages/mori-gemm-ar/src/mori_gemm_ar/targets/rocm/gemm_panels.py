@@ -1,16 +1,16 @@
-# mypy: disable-error-code="import-not-found, import-untyped"
+# mypy: disable-error-code="import-untyped, no-untyped-call"
 """One operand's way from memory through LDS into registers, 128 k at a time.
 
 LDS holds two stages of a panel: rows of 128 bytes, the next stage filled by DMA while the last one is read.
 A DMA instruction of a wave fills 8 rows, lane l the 16 bytes at 16 * l. Where they come from is each lane's
 own choice, so the permutation that keeps LDS banks apart happens there: the 16-byte piece p of a row lies at
-place p ^ key. Lane l = 16 * g + r of a fragment reads pieces g and g + 4 of "its" row, whose key is r % 8: eight
-rows that are read together have their pieces in eight different places.
+place p ^ key. Lane l = 16 * g + r of a fragment reads pieces g and g + 4 of "its" row, whose key is r % 8:
+eight rows that are read together have their pieces in eight different places.
 
 Which row is lane r's? For A, row 16 * i + r of the wave's rows in fragment i. For B, fragment j,
     column(j, r) = 32 * (j // 2) + 8 * (r // 4) + 4 * (j % 2) + r % 4
-so that the results of fragments j and j + 1 together are 8 neighbouring columns in each lane, and four lanes hold
-32 columns: a row of C is stored in pieces of 64 bytes without another exchange between lanes.
+so that the results of fragments j and j + 1 together are 8 neighbouring columns in each lane, and four lanes
+hold 32 columns: a row of C is stored in pieces of 64 bytes without another exchange between lanes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator"
+# mypy: disable-error-code="import-untyped, no-untyped-call"
 """The three ways in which scales enter the product.
 
 blockscale   out = sum over blocks of s_k * d_k, with s_k = fp32(a_scale * b_scale) and d_k a matrix
@@ -109,8 +109,8 @@ class Scaling:
         load_into_lds(source, offset, self._word(self._wave * 64, stage, kind), WORD)
 
     def _rows_of_a(self, block: Any, row_pitch: Any, block_pitch: Any) -> tuple[Any, Any]:
-        """Where the words of the tile's rows for a block (the last one behind the end) begin, `row_pitch` words
-        apart, and how many bytes they reach over."""
+        """Where the words of the tile's rows for a block (the last one behind the end) begin, `row_pitch`
+        words apart, and how many bytes they reach over."""
         first = fx.Int64(self._tile.row0) * fx.Int64(row_pitch) + self._last(block) * fx.Int64(block_pitch)
         rows = smaller(self._args.m - self._tile.row0, self.shape.rows)
         return self._args.a_scale + first * WORD, _nbytes(rows, row_pitch)
@@ -125,7 +125,7 @@ def _nbytes(count: Any, pitch: Any) -> Any:
 
 
 class Blockscale(Scaling):
-    """Thread (half, row): a row of the tile, and 128 of its columns. Kind 0: the ratios. Kind 1: scales of A."""
+    """Thread (half, row): a row of the tile, 128 of its columns. Kind 0: ratios. Kind 1: scales of A."""
 
     kinds = 2
 
@@ -153,9 +153,7 @@ class Blockscale(Scaling):
 
     def put(self, block: Any, stage: Any, state: list[Any]) -> list[Any]:
         e, g = state
-        b = fx.generic_load(
-            pointer(fx.Float32, self._b + self._last(block) * WORD, 4)
-        )  # uniform: a scalar load
+        b = fx.generic_load(pointer(fx.Float32, self._b + self._last(block) * WORD, 4))  # a scalar load
         s = self._read(fx.Float32, self._thread, stage, 1) * b
         magnitude = fx.absf(s)
         g = fx.maxnumf(g, magnitude)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-not-found, import-untyped"
+# mypy: disable-error-code="import-untyped"
 """Where the tiles of a GEMM go, in which order, and what is said when one is there.
 
 One GEMM kernel serves every mode. It knows nothing of ranks, windows or queues; it asks a Wire, an object
