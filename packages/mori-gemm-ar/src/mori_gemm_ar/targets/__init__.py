@@ -7,7 +7,11 @@ from types import ModuleType
 
 from mori_shmem.errors import TransportInert
 
-TARGETS = {"host": "mori_gemm_ar.targets.host", "cuda": "mori_gemm_ar.targets.cuda"}
+TARGETS = {
+    "host": "mori_gemm_ar.targets.host",
+    "cuda": "mori_gemm_ar.targets.cuda",
+    "rocm": "mori_gemm_ar.targets.rocm",
+}
 
 
 def target_for(backend: str) -> ModuleType:
@@ -23,4 +27,12 @@ def target_for(backend: str) -> ModuleType:
         raise TransportInert(
             f"backend {backend!r} is not part of this version of mori-gemm-ar; it has: {', '.join(TARGETS)}"
         )
-    return importlib.import_module(TARGETS[backend])
+    try:
+        return importlib.import_module(TARGETS[backend])
+    except ModuleNotFoundError as missing:
+        if missing.name != "flydsl":
+            raise
+        raise TransportInert(
+            f"backend {backend!r} compiles its kernels with flydsl 0.5.0, which is not installed: "
+            "pip install 'mori-gemm-ar[rocm]'"
+        ) from missing
