@@ -21,7 +21,7 @@ from mori_shmem.wording import worded
 from mori_gemm_ar.options import Options
 from mori_gemm_ar.plan import Phase, Plan
 from mori_gemm_ar.targets.rocm.clock import PhaseClock, Span
-from mori_gemm_ar.targets.rocm.gemm import Gemm, Partials, padded, shape_for
+from mori_gemm_ar.targets.rocm.gemm import Gemm, Partials, shape_for
 from mori_gemm_ar.targets.rocm.gemm_kernel import gemm_kernel
 from mori_gemm_ar.targets.rocm.kernel import Kernel
 from mori_gemm_ar.targets.rocm.launch import Launch, Launches, here_of
@@ -74,8 +74,8 @@ class Runner:
     ) -> None:
         if (options.sdma_queues or 1) > 1:
             raise ArgumentError(
-                f"sdma_queues={options.sdma_queues}: kernels of this target have one copy queue to each peer,
-                " "which is one link; several would share it and pay for each packet again"
+                f"sdma_queues={options.sdma_queues}: kernels of this target have one copy queue to each "
+                "peer, which is one link; several would share it and pay for each packet again"
             )
         if layout.slice_rows * layout.n // PACK >= 1 << 31:
             raise UnsupportedShape(
@@ -135,7 +135,7 @@ class Runner:
     def _gemm(self, plan: Plan, partials: Partials) -> Product:
         problem, wire = plan.problem, WIRES.get(plan.options.mode, OUTPUT)
         shape = shape_for(problem.m, problem.n, problem.num_ranks)
-        kernel = gemm_kernel(plan.options.quant, problem.n, padded(problem.k), shape, wire)
+        kernel = gemm_kernel(plan.options.quant, problem.n, shape, wire)
         table, where, cut = self._destination(plan, wire, shape)
         tiles = cut.num_tiles(-(-problem.n // shape.cols))
         kernel.compile(partials.product(where), tiles)
