@@ -32,7 +32,7 @@ def product(quant, a, b, a_scale, b_scale, shape):
     out = mori_sim.zeros(m + guard, n, dtype=torch.bfloat16)
     out.fill_(7.0)
     num_tiles = one_slice(m, shape).num_tiles(-(-n // shape.cols))
-    gemm_kernel(quant, n, k, shape, WIRE).launch(partials.product(out.data_ptr()), num_tiles, 0)
+    gemm_kernel(quant, n, shape, WIRE).launch(partials.product(out.data_ptr()), num_tiles, 0)
     mori_sim.synchronize()
     assert (out[m:] == 7.0).all(), "rows behind the end were written"
     return out[:m].clone(), (a, b, *grids)

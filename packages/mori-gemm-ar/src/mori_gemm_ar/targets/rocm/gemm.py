@@ -1,7 +1,7 @@
 """Operands as the kernel reads them: where they lie, in which order, kept alive for the call.
 
 What is taken as it is and what is copied first:
-    a, b         k a multiple of 16, rows at multiples of 16 bytes: as they are; others into padded rows
+    a, b         K a multiple of 128, rows at multiples of 16 bytes: as they are; others into padded rows
     blockscale   a's scales [M, K blocks] with strides (1, M), b's [N blocks, K blocks]: as they are
     ptpc         contiguous fp32 of rows and of columns
     mxfp8        four scale bytes of a row, for 128 of k, are a word: as they are where K is a multiple of
@@ -11,6 +11,7 @@ What is taken as it is and what is copied first:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from mori_gemm_ar.targets.rocm.tiles import TileShape
 
 ROW_BYTES = 16  # what a lane of a DMA instruction moves at once
 WORD = 4
+BLOCK = 128
 NUM_CUS = 256
 
 # The largest come first. At 256x256 the sums of eight waves fill half of the registers that a CU has.
@@ -50,7 +52,8 @@ class Partials:
 
     def product(self, where: int) -> Product:
         """The kernel's arguments; `where` is for its wire."""
-        return Product(*self.addresses, where, *self.sizes)
+        make: Any = Product
+        return make(*self.addresses, where, *self.sizes)
 
 
 class Gemm:
@@ -94,7 +97,7 @@ class Gemm:
 
 def padded(k: int) -> int:
     """The k that the kernel computes with: codes behind the caller's are zeros."""
-    return -(-k // ROW_BYTES) * ROW_BYTES
+    return -(-k // BLOCK) * BLOCK
 
 
 def _pitch(codes: torch.Tensor) -> int:
@@ -102,10 +105,10 @@ def _pitch(codes: torch.Tensor) -> int:
 
 
 def _addressable(codes: torch.Tensor) -> torch.Tensor:
-    """`codes`, or a copy in rows of whole 16 bytes."""
+    """`codes`, or a copy in rows that the kernel can take."""
     rows, columns = codes.shape
     aligned = codes.data_ptr() % ROW_BYTES == 0 and (rows <= 1 or codes.stride(0) % ROW_BYTES == 0)
-    if aligned and columns % ROW_BYTES == 0:
+    if aligned and columns % BLOCK == 0:
         return codes
     copy = torch.zeros(rows, padded(columns), dtype=torch.uint8, device=codes.device)
     copy[:, :columns].copy_(codes.view(torch.uint8))

@@ -54,14 +54,14 @@ class Product:
 class Workgroup:
     """One workgroup's tile while the kernel is traced."""
 
-    def __init__(self, quant: str, n: int, ragged_k: bool, shape: TileShape, wire: Wire) -> None:
-        self.n, self.ragged_k, self.shape, self.wire = n, ragged_k, shape, wire
+    def __init__(self, quant: str, n: int, shape: TileShape, wire: Wire) -> None:
+        self.n, self.shape, self.wire = n, shape, wire
         self.scaling = SCALINGS[quant](shape, n)
         self.down, self.across = shape.wave_rows // 16, shape.wave_cols // 16
 
     def open(self, args: Any, lds: list[Any]) -> None:
         """Which tile it is, and where everything lies. lds: a, b, scales, the wire's own."""
-        shape, thread, self.num_blocks = self.shape, fx.thread_idx.x, (args.k + (BLOCK - 1)) // BLOCK
+        shape, thread, self.num_blocks = self.shape, fx.thread_idx.x, args.k // BLOCK
         self.lane = thread % 64
         wave = fx.Int32(fx.rocdl.readfirstlane(fx.Int32.ir_type, (thread // 64).ir_value()))
         waves_across = shape.WAVES // shape.waves_down
@@ -104,8 +104,8 @@ class Workgroup:
     def _fetch(self, block: Any, stage: Any) -> None:
         """Behind the last block there is nothing: zeros, without a branch."""
         column = (block < self.num_blocks).select(block * BLOCK, fx.Int32(NOWHERE))
-        self.a.fetch(column, stage, ends_inside=self.ragged_k)
-        self.b.fetch(column, stage, ends_inside=self.ragged_k)
+        self.a.fetch(column, stage)
+        self.b.fetch(column, stage)
 
     def _multiplied(self, sums: list[Any], stage: Any) -> list[Any]:
         """`sums` with what lies in a stage."""
@@ -143,17 +143,10 @@ class Workgroup:
                 store16_bounded(target, offset, words, through=self.wire.writethrough)
 
 
-def gemm_kernel(quant: str, n: int, k: int, shape: TileShape, wire: Wire) -> Kernel:
-    """For [*, k] x [n, k], k a multiple of 16, n of 8; its arguments are a Product. One workgroup per tile.
-
-    The same kernel serves every k that is a multiple of 128, another one the others.
-    """
-    return _gemm_kernel(quant, n, k % BLOCK != 0, shape, wire)
-
-
 @functools.cache
-def _gemm_kernel(quant: str, n: int, ragged_k: bool, shape: TileShape, wire: Wire) -> Kernel:
-    workgroup = Workgroup(quant, n, ragged_k, shape, wire)
+def gemm_kernel(quant: str, n: int, shape: TileShape, wire: Wire) -> Kernel:
+    """For [*, k] x [n, k], any k that is a multiple of 128, n of 8. Takes a Product, one workgroup per tile."""
+    workgroup = Workgroup(quant, n, shape, wire)
 
     @fx.struct
     class Shared:

@@ -20,7 +20,7 @@ from typing import Any
 import flydsl.expr as fx
 from mori_shmem.device.flydsl.bounded import bounded
 
-from mori_gemm_ar.targets.rocm.gemm_device import BLOCK, NOWHERE, load_into_lds, shared_pointer
+from mori_gemm_ar.targets.rocm.gemm_device import BLOCK, load_into_lds, shared_pointer
 from mori_gemm_ar.targets.rocm.tiles import larger, smaller
 
 DMA_ROWS = 8  # that one DMA instruction of a wave fills
@@ -48,9 +48,8 @@ class Panel:
             here = larger(smaller(rows - first, DMA_ROWS), 0)
             nbytes = smaller(here, 1) * k + larger(here - 1, 0) * pitch
             self._sources.append(bounded(address + fx.Int64(first) * fx.Int64(pitch), nbytes))
-        row, self._k = lane // 8, k
-        self._columns = [(lane % 8 ^ key) * PIECE for key in self._keys(row)]
-        self._offsets = [row * pitch + column for column in self._columns]
+        row = lane // 8
+        self._offsets = [row * pitch + (lane % 8 ^ key) * PIECE for key in self._keys(row)]
 
     def _keys(self, row: Any) -> list[Any]:
         """Of row `row` of a group of eight: what a fragment's lane knows as r % 8. For B groups alternate."""
@@ -60,13 +59,10 @@ class Panel:
             return [row % 4 | (self._wave_row // DMA_ROWS) % 2 * 4]
         return [row % 4, row % 4 | 4]
 
-    def fetch(self, column: Any, stage: Any, *, ends_inside: bool) -> None:
-        """Start this wave's share of the DMA of 128 k from k = column on, the row's end among them or not."""
+    def fetch(self, column: Any, stage: Any) -> None:
+        """Start this wave's share of the DMA of 128 k from k = column on."""
         start = self._at + stage * self.stage_bytes + self._wave_row * BLOCK
         moved = [offset + column for offset in self._offsets]
-        if ends_inside:
-            inside = [own + column < self._k for own in self._columns]
-            moved = [ok.select(offset, fx.Int32(NOWHERE)) for ok, offset in zip(inside, moved, strict=True)]
         for i, source in enumerate(self._sources):
             load_into_lds(source, moved[i % len(moved)], start + i * DMA_ROWS * BLOCK, PIECE)
 

@@ -116,7 +116,7 @@ class Scaling:
         return self._args.a_scale + first * WORD, _nbytes(rows, row_pitch)
 
     def _last(self, block: Any) -> Any:
-        return fx.Int64(smaller(block, (self._args.k - 1) // BLOCK))
+        return fx.Int64(smaller(block, self._args.k // BLOCK - 1))
 
 
 def _nbytes(count: Any, pitch: Any) -> Any:
