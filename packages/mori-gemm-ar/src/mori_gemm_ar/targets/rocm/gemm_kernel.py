@@ -145,7 +145,7 @@ class Workgroup:
 
 @functools.cache
 def gemm_kernel(quant: str, n: int, shape: TileShape, wire: Wire) -> Kernel:
-    """For [*, k] x [n, k], any k that is a multiple of 128, n of 8. Takes a Product, one workgroup per tile."""
+    """For [*, k] x [n, k], any k that is a multiple of 128, n of 8. Takes a Product, a workgroup per tile."""
     workgroup = Workgroup(quant, n, shape, wire)
 
     @fx.struct
