@@ -16,7 +16,7 @@
 //
 // Rules in reports: a  CU stores, copy engine reads        b  copy engine writes, CU reads
 //                   c  CU stores, another CU reads: the writer's side      d  ... the reader's side
-//                   e  ring and pointers: what an engine fetches as packets  wait  a result used before s_waitcnt
+//                   e  ring, pointers and doorbell: what an engine is told and fetches  wait  a result used before s_waitcnt
 //                   order  a store overwrites what another wave or a copy engine reads, unordered
 //                   scope  an access whose scope cannot reach where it is needed
 //                   lds  waves of a workgroup race in LDS (lds_order.hpp)
@@ -332,6 +332,7 @@ class StrictChecker final : public Checker {
   void agent_observed(const std::string& name, int device, uint64_t addr, uint64_t nbytes) override {
     const uint32_t id = agent(name, device);
     bool any = false;
+    if (name.compare(0, 4, "host") != 0) doorbells_.insert(addr);
     each_record(addr, nbytes, [&](Record& r) {
       any = true;
       if (r.released) actors_[id].clock.join(*r.released);
@@ -597,18 +598,21 @@ class StrictChecker final : public Checker {
     for (const Touched& t : touched_)
       if (t.kind != MemoryKind::uncached && t.kind != MemoryKind::host) note_reader(t.line, {s.actor, clock, t.bytes, w.code, pc});
   }
+  // Of a wave, the newest read counts for all bytes of the line that it has read. An engine fetches the packets of a line
+  // one by one, and the place of the first may be given back while the last is being read: each keeps its own time.
   void note_reader(uint64_t line, const Reader& reader) {
     auto& v = lines_.at(line).readers;
-    for (Reader& r : v) {
-      if (r.actor != reader.actor) continue;
-      ByteMask both = r.bytes;
-      both.add(reader.bytes);
-      r = reader;
-      r.bytes = both;
-      return;
+    Reader newest = reader;
+    for (size_t i = 0; i < v.size();) {
+      if (v[i].actor == reader.actor) {
+        if (reader.code) newest.bytes.add(v[i].bytes), v[i].bytes = {};
+        else v[i].bytes.drop(reader.bytes);
+      }
+      if (v[i].bytes.empty()) v.erase(v.begin() + static_cast<long>(i));
+      else ++i;
     }
     if (v.size() >= kReaders) v.erase(v.begin());
-    v.push_back(reader);
+    v.push_back(newest);
   }
   // The store overwrites what another wave has read (or is reading) with nothing in between to order them.
   void check_readers(Wave& w, WaveState_& s, const Op& op, uint64_t pc, const Touched& t) {
@@ -748,6 +752,7 @@ class StrictChecker final : public Checker {
     for (const Touched& t : touched_) {
       const bool uncached = t.kind == MemoryKind::uncached || t.kind == MemoryKind::host;
       check_readers(w, s, op, pc, t);
+      check_doorbell(w, s, op, pc, t);
       r.home = static_cast<int16_t>(t.kind == MemoryKind::local ? me.device : t.home);
       r.bytes = t.bytes;
       r.in_memory = atomic || uncached || scope == Scope::system || (scope == Scope::agent && t.kind == MemoryKind::local);
@@ -778,6 +783,20 @@ class StrictChecker final : public Checker {
       }
       put(t.line, r);
     }
+  }
+
+  // A doorbell that one wave after the other stores to: had the last one's store not arrived yet, it would land on top of
+  // this one, and the engine would be told of less than it had been told before.
+  void check_doorbell(Wave& w, WaveState_& s, const Op& op, uint64_t pc, const Touched& t) {
+    const auto first = doorbells_.lower_bound(t.line * kLine);
+    if (first == doorbells_.end() || *first >= (t.line + 1) * kLine) return;
+    const Line* line = lines_.find(t.line);
+    if (!line) return;
+    for (const Record& r : line->records)
+      if (r.bytes.meets(t.bytes) && r.actor != s.actor && actors_[r.actor].wave && !knows(s.known, r.actor, r.clock))
+        finding("e", w, op, pc, t.line * kLine, r,
+                "rings a doorbell that the other wave has rung, and nothing says that its store has arrived (s_waitcnt vmcnt(0) "
+                "before it passed the turn on): the doorbell may go back");
   }
 
   // Another process's device cannot be asked what it read: a signal to a peer is checked where it is sent.
@@ -858,6 +877,7 @@ class StrictChecker final : public Checker {
   std::unordered_map<DispatchId, uint64_t> ended_at_;
   std::map<std::pair<int, unsigned>, std::vector<WriteBack>> write_backs_;
   LineTable<Line> lines_;
+  std::set<uint64_t> doorbells_;
   std::unordered_map<int, std::set<uint64_t>> to_peer_;  // lines with plain stores to that device
   std::unordered_map<uint64_t, uint64_t> signals_;  // last value seen of words that other processes write
   std::set<std::pair<std::string, std::pair<uint64_t, uint64_t>>> seen_;

@@ -194,6 +194,7 @@ bool CopyEngines::serve(CopyQueue& queue) {
     if (packet.op != MORI_SDMA_NOP) land(queue, 0);
     if (!run(queue, packet, dwords, available)) return false;
   }
+  const auto waves_held = node_.hold_waves();
   packets.ring_retire(&queue.ring, packet.num_dwords);
   node_.writes(queue.name, queue.device, reinterpret_cast<uint64_t>(queue.ring.rptr), 8, "read pointer");
   return true;
@@ -215,6 +216,7 @@ bool CopyEngines::run(CopyQueue& queue, const mori_sdma_packet& packet, const ui
   Access access{node_, queue, node_.settings.machine.strict ? packets.op_name(packet.op, packet.sub_op) : ""};
   const mori_sdma_memory memory{&access, resolve, written, nullptr, nullptr};
   mori_sdma_fault bad{};
+  const auto waves_held = node_.hold_waves();
   const int outcome = packets.execute(&packet, &memory, &bad);
   if (outcome == MORI_SDMA_DONE) return true;
   if (outcome == MORI_SDMA_FAULT) {

@@ -734,6 +734,9 @@ size_t Node::num_reports() {
 
 CopyEngines& Node::copy_engines() { return *copy_engines_; }
 
+std::unique_lock<std::recursive_mutex> Node::hold_waves() {
+  return settings.machine.strict ? std::unique_lock(machine_mutex_) : std::unique_lock<std::recursive_mutex>();
+}
 void Node::observed(const std::string& agent, int device, uint64_t address, uint64_t nbytes) {
   if (!settings.machine.strict) return;
   std::lock_guard lock(machine_mutex_);
