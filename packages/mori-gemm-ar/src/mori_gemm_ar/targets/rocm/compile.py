@@ -4,13 +4,13 @@
 
 M and K do not matter: kernels take them at run time. Ship DIR, and run with
     FLYDSL_RUNTIME_CACHE_DIR=DIR FLYDSL_RUNTIME_RUN_ONLY=1
-With the same versions of this package and of flydsl nothing is compiled then, and nothing can be: a kernel that
-is missing is an error that says so.
+With the same versions of this package and of flydsl nothing is compiled then, and nothing can be: a kernel
+that is missing is an error that says so.
 
 Compiling takes an LLVM ld.lld below $ROCM_PATH/llvm/bin. Where there is no ROCm, mori-sim brings one: put
-`mori-sim run --` in front of the command. FlyDSL's keys cover the device bitcode below $ROCM_PATH/amdgcn, which
-no kernel of ours uses: where a machine that runs has other bitcode than the one that compiled, let ROCM_PATH
-name a folder without any (run-only needs neither linker nor bitcode).
+`mori-sim run --` in front of the command. FlyDSL's keys cover the device bitcode below $ROCM_PATH/amdgcn,
+which no kernel of ours uses: where a machine that runs has other bitcode than the one that compiled, let
+ROCM_PATH name a folder without any (run-only needs neither linker nor bitcode).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compiles_into(cache_dir: Path) -> None:
-    """FlyDSL compiles for the one architecture of this target, launches nothing, and keeps the result there."""
+    """FlyDSL compiles for this target's architecture, launches nothing, and keeps the result there."""
     cache_dir.mkdir(parents=True, exist_ok=True)
     os.environ |= {
         "COMPILE_ONLY": "1",

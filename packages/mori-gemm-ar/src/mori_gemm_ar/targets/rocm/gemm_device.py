@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flydsl.expr as fx
+from flydsl._mlir.dialects import rocdl
 
 BLOCK = 128  # k of one matrix instruction, and of one block of scales: a row of it is 128 bytes
 NOWHERE = 1 << 30  # an offset behind the end of every buffer
@@ -39,6 +40,18 @@ def wait_for_dma() -> None:
     """For all that this wave has started. What other waves have is there behind a barrier."""
     fx.rocdl.asyncmark()
     fx.rocdl.wait_asyncmark(0)
+
+
+def meet() -> None:
+    """A barrier that nothing is moved across. This wave's LDS reads have arrived before it."""
+    fx.rocdl.sched_barrier(0)
+    fx.barrier()
+    fx.rocdl.sched_barrier(0)
+
+
+def set_priority(level: int) -> None:
+    """Of this wave among those of its SIMD, 0 to 3."""
+    rocdl.s_setprio(level)
 
 
 def load_word(kind: Any, source: Any, offset: Any) -> Any:

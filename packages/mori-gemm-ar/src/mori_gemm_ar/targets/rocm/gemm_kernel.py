@@ -1,12 +1,28 @@
 # mypy: disable-error-code="import-untyped, no-untyped-call, untyped-decorator"
-"""C = A * B^T for fp8 operands with scales, bf16 out: the device code. gemm.py launches it.
+"""C = A * B^T for fp8 operands with scales, bf16 out: the device code. gemm.py makes its arguments.
 
-A workgroup of 8 waves computes one tile. Per block of 128 k, with two stages of LDS:
+A workgroup of 8 waves computes one tile. Waves 0-3, the first group, have its upper rows, waves 4-7 its lower
+rows; a wave of each shares a SIMD. A block of 128 k takes four phases, a barrier behind each:
 
-    wait for my own DMA into stage k mod 2; barrier      all of the block is there, and block k-1 is read
-    start the DMA of block k+1 into the other stage       it has the whole of the products to arrive
-    scale words of block k+1 into LDS; load those of block k+2
-    products: fragments of B stay in registers, fragments of A pass by
+    La   fragments and scales of the columns and of half of the wave's rows into registers; the sums of these
+         rows are rescaled
+    Ma   their matrix instructions, and nothing else
+    Lb   the other half of the rows
+    Mb   their matrix instructions
+
+The second group is one phase behind: on every SIMD one wave multiplies while the other loads. Panels lie in
+LDS in two stages, and phases 4k .. 4k+3 are the first group's for block k, 4k+1 .. 4k+4 the second's:
+
+    phase           0    1    2    3    4    5    6    7    8
+    first group     L0a  M0a  L0b  M0b  L1a  M1a  L1b  M1b  L2a
+    second group         L0a  M0a  L0b  M0b  L1a  M1a  L1b  M1b
+
+  (1) A wave starts its share of the DMA of block k+1 in its phase La of block k, so in phase 4k or later. Both
+      groups have loaded block k-1 out of that stage by then: the second in phase 4k-1, and each wave has the
+      data in its registers before the barrier behind a load phase.
+  (2) It waits for that share at the end of its phase Lb, in phase 4k+3 or before. Both groups load block k+1
+      from phase 4k+4 on, behind the barrier. The DMA has three phases to arrive.
+  (3) Scales that a wave writes for block k+1 in its phase La of block k are read from phase 4k+4 on.
 
 Then each lane rounds its sums to bf16, once, and stores them where the Wire says.
 """
@@ -18,7 +34,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from mori_shmem.device.flydsl.bounded import bounded, store16_bounded
 
-from mori_gemm_ar.targets.rocm.gemm_device import BLOCK, NOWHERE, wait_for_dma
+from mori_gemm_ar.targets.rocm.gemm_device import BLOCK, NOWHERE, meet, set_priority, wait_for_dma
 from mori_gemm_ar.targets.rocm.gemm_panels import Panel
 from mori_gemm_ar.targets.rocm.gemm_scales import SCALINGS
 from mori_gemm_ar.targets.rocm.kernel import Kernel
@@ -65,6 +81,7 @@ class Workgroup:
         self.lane = thread % 64
         wave = fx.Int32(fx.rocdl.readfirstlane(fx.Int32.ir_type, (thread // 64).ir_value()))
         waves_across = shape.WAVES // shape.waves_down
+        self.is_first, self.is_second = wave < shape.WAVES // 2, wave >= shape.WAVES // 2
         self.first_row, self.first_col = (
             wave // waves_across * shape.wave_rows,
             wave % waves_across * shape.wave_cols,
@@ -83,21 +100,31 @@ class Workgroup:
     @flyc.jit
     def product(self) -> Any:
         """The wave's sums, [down * across] fragments, in units that `store` knows."""
-        zero = fx.Int32(0)
+        first = fx.Int32(0)
         state = self.scaling.start()
-        self._fetch(zero, zero)
+        self._fetch(first, first)
         sums = [fx.Vector.filled(4, 0.0, fx.Float32) for _ in range(self.down * self.across)]
+        wait_for_dma()
+        meet()
+        if self.is_second:
+            meet()
         for step in range(self.num_blocks):
             block = fx.Int32(step)
             stage = block % 2
-            wait_for_dma()
-            fx.barrier()
             self._fetch(block + 1, 1 - stage)
-            self.scaling.fetch(block, stage)
-            fx.rocdl.sched_barrier(0)
             state = self.scaling.put(block + 1, 1 - stage, state)
-            sums = self._multiplied(sums, stage)
-        wait_for_dma()
+            columns = self._load_columns(stage)
+            sums, rows = self._load_rows(sums, 0, stage)
+            meet()
+            sums = self._multiply(sums, 0, columns, rows)
+            meet()
+            sums, rows = self._load_rows(sums, 1, stage)
+            wait_for_dma()
+            meet()
+            sums = self._multiply(sums, 1, columns, rows)
+            meet()
+        if self.is_first:
+            meet()
         self.scaling.finish(self.num_blocks % 2, state)
         return sums
 
@@ -106,18 +133,40 @@ class Workgroup:
         column = (block < self.num_blocks).select(block * BLOCK, fx.Int32(NOWHERE))
         self.a.fetch(column, stage)
         self.b.fetch(column, stage)
+        self.scaling.fetch(block, stage)
 
-    def _multiplied(self, sums: list[Any], stage: Any) -> list[Any]:
-        """`sums` with what lies in a stage."""
-        of_columns = [self.scaling.of_columns(j, stage) for j in range(self.across)]
-        columns = [self.b.fragment(j, stage) for j in range(self.across)]
-        new = []
-        for i in range(self.down):
-            rows, of_row = self.a.fragment(i, stage), self.scaling.of_row(i, stage)
-            for j in range(self.across):
-                old = sums[i * self.across + j]
-                new.append(self.scaling.step(old, columns[j], rows, of_columns[j], of_row))
+    def _load_columns(self, stage: Any) -> tuple[list[Any], list[Any]]:
+        """Fragments of B, and what they are scaled with."""
+        scales = [self.scaling.of_columns(j, stage) for j in range(self.across)]
+        return [self.b.fragment(j, stage) for j in range(self.across)], scales
+
+    def _load_rows(
+        self, sums: list[Any], half: int, stage: Any
+    ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+        """All sums, those of a half in this block's units; the half's fragments of A and their scales."""
+        scales = [self.scaling.of_row(i, stage) for i in self._rows_of(half)]
+        rows = [self.a.fragment(i, stage) for i in self._rows_of(half)]
+        new = list(sums)
+        for i, scale in zip(self._rows_of(half), scales, strict=True):
+            for at in range(i * self.across, (i + 1) * self.across):
+                new[at] = self.scaling.before(sums[at], scale)
+        return new, (rows, scales)
+
+    def _multiply(self, sums: list[Any], half: int, columns: Any, rows: Any) -> list[Any]:
+        """One block added to a half's sums, at a higher priority than the wave that loads."""
+        set_priority(1)
+        new = list(sums)
+        for i, row, of_row in zip(self._rows_of(half), *rows, strict=True):
+            for j, (column, of_column) in enumerate(zip(*columns, strict=True)):
+                at = i * self.across + j
+                new[at] = self.scaling.multiply(column, row, sums[at], of_column, of_row)
+        set_priority(0)
         return new
+
+    def _rows_of(self, half: int) -> range:
+        """Fragments of the wave's rows."""
+        each = self.down // 2
+        return range(half * each, (half + 1) * each)
 
     def store(self, sums: list[Any]) -> None:
         """Eight columns of a row at a time: fragments j and j + 1 lie side by side in a lane."""
@@ -137,9 +186,7 @@ class Workgroup:
                 if n % self.shape.cols:
                     offset = (tile.col0 + column < n).select(offset, fx.Int32(-1))
                 words = value.to(fx.BFloat16).bitcast(fx.Int32)
-                fx.rocdl.sched_barrier(
-                    0
-                )  # one row after the other: all at once need more registers than there are
+                fx.rocdl.sched_barrier(0)  # one row after the other: all at once take too many registers
                 store16_bounded(target, offset, words, through=self.wire.writethrough)
 
 
@@ -161,7 +208,7 @@ def gemm_kernel(quant: str, n: int, shape: TileShape, wire: Wire) -> Kernel:
         parts = (shared.a, shared.b, shared.scales, shared.wire)
         workgroup.open(args, [fx.Int32(fx.ptrtoint(part.ptr)) for part in parts])
         sums = workgroup.product()
-        fx.barrier()
+        meet()
         workgroup.store(sums)
         wire.tile_done(workgroup.tile)
 

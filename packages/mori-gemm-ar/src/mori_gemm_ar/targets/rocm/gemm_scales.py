@@ -17,8 +17,9 @@ mxfp8        the matrix instruction multiplies by 2^(a - 127) * 2^(b - 127) for 
 
 A lane of fragment i of the rows and j of the columns (gemm_panels.py) holds one row, and 4 columns from
 column(j, 4g) on. What lanes need of a block they read in LDS, in one word for each row and stage; mxfp8 has
-words for the columns as well. DMA brings scales as they are in memory, a word per thread: with mxfp8 that is
-all; with blockscale each thread then writes e_{k-1} / e_k of its row beside it.
+words for the columns as well. DMA brings scales as they are in memory, a word per thread, together with a
+block's panels: with mxfp8 that is all. With blockscale they are those of the block after it, and each thread
+writes e_{k-1} / e_k of its row beside them one block later.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import Any
 
 import flydsl.expr as fx
 from mori_shmem.device.flydsl.bounded import bounded
-from mori_shmem.device.flydsl.memory import pointer
 
 from mori_gemm_ar.targets.rocm.gemm_device import (
     BLOCK,
@@ -68,7 +68,7 @@ class Scaling:
         return []
 
     def fetch(self, block: Any, stage: Any) -> None:
-        """While `block` is being multiplied: start the DMA of scales that will be needed."""
+        """With the panels of `block` into their stage: start the DMA of scales."""
 
     def put(self, block: Any, stage: Any, state: list[Any]) -> list[Any]:
         """Make what the lanes will need in `block` of what this wave has fetched, and the next state."""
@@ -85,8 +85,12 @@ class Scaling:
         """What is needed for some columns in a block."""
         return None
 
-    def step(self, acc: Any, columns: Any, rows: Any, of_columns: Any, of_row: Any) -> Any:
-        """acc with one block added."""
+    def before(self, acc: Any, of_row: Any) -> Any:
+        """acc in the units of a block."""
+        return acc
+
+    def multiply(self, columns: Any, rows: Any, acc: Any, of_columns: Any, of_row: Any) -> Any:
+        """acc with the block added."""
         return multiply(columns, rows, acc)
 
     def row_at_end(self, fragment: int, stage: Any) -> Any:
@@ -125,9 +129,9 @@ def _nbytes(count: Any, pitch: Any) -> Any:
 
 
 class Blockscale(Scaling):
-    """Thread (half, row): a row of the tile, 128 of its columns. Kind 0: ratios. Kind 1: scales of A."""
+    """Thread (half, row): a row of the tile, 128 of its columns. Kinds: ratios, scales of A, of B."""
 
-    kinds = 2
+    kinds = 3
 
     def open(self, at: Any, tile: Tile, args: Any, thread: Any, wave: Any, first: tuple[Any, Any]) -> None:
         super().open(at, tile, args, thread, wave, first)
@@ -139,22 +143,22 @@ class Blockscale(Scaling):
 
     def start(self) -> list[Any]:
         """e and g."""
-        first, second = fx.Int32(0), fx.Int32(1)
-        self._fetch_a(first, first)
+        first = fx.Int32(0)
+        self._fetch_scales(first, first)
         wait_for_dma()
-        self._fetch_a(second, second)
         return self.put(first, first, [fx.Float32(0.0), fx.Float32(0.0)])
 
     def fetch(self, block: Any, stage: Any) -> None:
-        self._fetch_a(block + 2, stage)  # its own words: those of `block` are ratios already
+        self._fetch_scales(block + 1, 1 - stage)  # this wave has made ratios of what is there
 
-    def _fetch_a(self, block: Any, stage: Any) -> None:
+    def _fetch_scales(self, block: Any, stage: Any) -> None:
         self._fetch(bounded(*self._rows_of_a(block, 1, self._args.a_scale_pitch)), self._own_row, stage, 1)
+        self._fetch(bounded(self._b + self._last(block) * WORD, WORD), fx.Int32(0), stage, 2)
 
     def put(self, block: Any, stage: Any, state: list[Any]) -> list[Any]:
         e, g = state
-        b = fx.generic_load(pointer(fx.Float32, self._b + self._last(block) * WORD, 4))  # a scalar load
-        s = self._read(fx.Float32, self._thread, stage, 1) * b
+        a, b = (self._read(fx.Float32, self._thread, stage, kind) for kind in (1, 2))
+        s = a * b
         magnitude = fx.absf(s)
         g = fx.maxnumf(g, magnitude)
         floor = g * fx.Float32(SMALLEST)
@@ -172,8 +176,8 @@ class Blockscale(Scaling):
     def of_row(self, fragment: int, stage: Any) -> Any:
         return self._read(fx.Float32, self._words + 16 * fragment, stage)
 
-    def step(self, acc: Any, columns: Any, rows: Any, of_columns: Any, of_row: Any) -> Any:
-        return multiply(columns, rows, acc * of_row)
+    def before(self, acc: Any, of_row: Any) -> Any:
+        return acc * of_row
 
     def row_at_end(self, fragment: int, stage: Any) -> Any:
         return self.of_row(fragment, stage)
@@ -204,14 +208,7 @@ class Mxfp8(Scaling):
         pitch = self._is_a.select(args.a_scale_pitch, args.b_scale_pitch)
         self._own = (thread - self._is_a.select(fx.Int32(0), fx.Int32(self.shape.rows))) * pitch * WORD
 
-    def start(self) -> list[Any]:
-        self._fetch_words(fx.Int32(0), fx.Int32(0))
-        return []
-
     def fetch(self, block: Any, stage: Any) -> None:
-        self._fetch_words(block + 1, 1 - stage)
-
-    def _fetch_words(self, block: Any, stage: Any) -> None:
         a, a_bytes = self._rows_of_a(block, self._args.a_scale_pitch, 1)
         b, b_bytes = self._columns_of_b(block)
         source = bounded(self._is_a.select(a, b), self._is_a.select(a_bytes, b_bytes))
@@ -233,7 +230,7 @@ class Mxfp8(Scaling):
         """This lane's 32 k of the block in the low byte; what is above it is not looked at."""
         return fx.Int32(fx.Uint32(self._read(fx.Int32, word, stage)) >> fx.Uint32(8 * self._g))
 
-    def step(self, acc: Any, columns: Any, rows: Any, of_columns: Any, of_row: Any) -> Any:
+    def multiply(self, columns: Any, rows: Any, acc: Any, of_columns: Any, of_row: Any) -> Any:
         return multiply(columns, rows, acc, (of_columns, of_row))
 
 

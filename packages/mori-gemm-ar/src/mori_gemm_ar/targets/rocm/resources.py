@@ -1,13 +1,13 @@
 """What each kernel takes of a compute unit, as compiled: resources.txt beside this file.
 
     python -m mori_gemm_ar.targets.rocm.resources            print the table
-    python -m mori_gemm_ar.targets.rocm.resources --write    ... into resources.txt, after a change of a kernel
+    python -m mori_gemm_ar.targets.rocm.resources --write    ... into resources.txt, when a kernel has changed
 
-It compiles all of them, so it wants a linker: put `mori-sim run --` in front where there is no ROCm. The table is
-for n=7168 and 8 ranks. A spill, or a byte of scratch, in any kernel is an error.
+It compiles all of them, so it wants a linker: put `mori-sim run --` in front where there is no ROCm. The
+table is for n=7168 and 8 ranks. A spill, or a byte of scratch, in any kernel is an error.
 
-VGPR counts those that AGPR counts, too: one file of 512 per lane and SIMD serves both, in steps of 8. A CU has
-160 KiB of LDS and 4 SIMDs of at most 8 waves each.
+VGPR counts those that AGPR counts, too: one file of 512 per lane and SIMD serves both, in steps of 8. A CU
+has 160 KiB of LDS and 4 SIMDs of at most 8 waves each.
 """
 
 from __future__ import annotations
