@@ -355,7 +355,7 @@ class StrictChecker final : public Checker {
       if (why.empty()) return;
       report_agent(ring ? "e" : "a", name, device, what, addr, r, why);
     });
-    if (!host) note_engine_read(id, addr, nbytes);
+    if (!host && what != kPossibleFetch) note_engine_read(id, addr, nbytes);
   }
   // What an engine has read must not be overwritten before its signal was seen.
   void note_engine_read(uint32_t id, uint64_t addr, uint64_t nbytes) {
@@ -687,6 +687,12 @@ class StrictChecker final : public Checker {
       if (ended && knows_ended(s.system_fresh, r.actor)) continue;
       const bool engine = !writer.wave, far = engine || r.device != me.device || r.home != me.device || r.home != r.device;
       const uint64_t addr = t.line * kLine;
+      if (uncached && !coherent && !ended && !knows(s.known, r.actor, r.clock)) {
+        finding(engine ? "b" : "d", w, op, pc, addr, r,
+                "a plain load of uncached memory, and nothing orders the store before it: the flag was not waited for, or was sent before the "
+                "store was complete (a flag itself needs an atomic load)");
+        continue;
+      }
       if (coherent || uncached) {
         // A read that goes to memory itself. It may meet a store that has not got there.
         if (r.in_memory || ended || (r.device == me.device && r.xcd == me.xcd && writer.wave)) {
@@ -785,8 +791,8 @@ class StrictChecker final : public Checker {
     }
   }
 
-  // A doorbell that one wave after the other stores to: had the last one's store not arrived yet, it would land on top of
-  // this one, and the engine would be told of less than it had been told before.
+  // A doorbell or write pointer that one wave after the other stores to: had the last one's store not arrived yet, it would
+  // land on top of this one, and the engine would be told of less than it had been told before.
   void check_doorbell(Wave& w, WaveState_& s, const Op& op, uint64_t pc, const Touched& t) {
     const auto first = doorbells_.lower_bound(t.line * kLine);
     if (first == doorbells_.end() || *first >= (t.line + 1) * kLine) return;
@@ -795,8 +801,8 @@ class StrictChecker final : public Checker {
     for (const Record& r : line->records)
       if (r.bytes.meets(t.bytes) && r.actor != s.actor && actors_[r.actor].wave && !knows(s.known, r.actor, r.clock))
         finding("e", w, op, pc, t.line * kLine, r,
-                "rings a doorbell that the other wave has rung, and nothing says that its store has arrived (s_waitcnt vmcnt(0) "
-                "before it passed the turn on): the doorbell may go back");
+                "tells an engine how far its ring is filled, as the other wave did before, and nothing says that its store has "
+                "arrived (s_waitcnt vmcnt(0) before it passed the turn on): the pointer may go back");
   }
 
   // Another process's device cannot be asked what it read: a signal to a peer is checked where it is sent.

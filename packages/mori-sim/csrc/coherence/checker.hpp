@@ -21,6 +21,9 @@ struct VectorAccess {  // one vector memory instruction, before it is carried ou
   unsigned lds_offset = 0, lds_slot = 0;  // DMA: where the data of lane 0 lands, bytes from lane to lane
 };
 
+// What an engine may fetch at any time; it must be right, but nobody has to wait until it was read.
+constexpr const char* kPossibleFetch = "ring, which it may fetch whenever it looks at the write pointer";
+
 struct Checker {
   virtual ~Checker() = default;
   virtual void wave_starts(Wave& w) = 0;

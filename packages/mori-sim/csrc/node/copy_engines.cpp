@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdio>
 
+#include "coherence/checker.hpp"
 #include "node/device.hpp"
 #include "node/node.hpp"
 #include "node/packets.hpp"
@@ -86,6 +87,7 @@ CopyQueue* CopyEngines::create(int device, int engine, bool xgmi, uint64_t ring,
   queue->device = device;
   queue->engine = engine;
   queue->name = "sdma engine " + std::to_string(engine) + " of device " + std::to_string(device) + ", queue " + std::to_string(queue->id);
+  queue->ahead = queue->name + " (at its write pointer)";
   queue->words = node_.memory.allocate(4096, kHostMemory, true, RangeKind::host);
   uint64_t& doorbells = doorbell_pages_[device];
   if (doorbells == 0) doorbells = node_.memory.allocate(kDoorbellPageBytes, kHostMemory, true, RangeKind::host);
@@ -176,7 +178,15 @@ bool CopyEngines::serve(CopyQueue& queue) {
   const uint64_t doorbell = __atomic_load_n(queue.ring.doorbell, __ATOMIC_ACQUIRE);
   if (doorbell != queue.seen_doorbell) {
     queue.seen_doorbell = doorbell;
+    const uint64_t pointer = reinterpret_cast<uint64_t>(queue.ring.wptr);
     node_.observed(queue.name, queue.device, reinterpret_cast<uint64_t>(queue.ring.doorbell), 8);
+    node_.observed(queue.ahead, queue.device, pointer, 8);
+    node_.reads(queue.name, queue.device, pointer, 8, kPossibleFetch);
+    if (__atomic_load_n(queue.ring.wptr, __ATOMIC_ACQUIRE) < doorbell) {
+      bad.reason = MORI_SDMA_BAD_POINTER;
+      fault(queue, bad);
+      return false;
+    }
   }
   mori_sdma_packet packet{};
   if (const mori_sdma_reason reason = packets.decode(dwords, available, flags, &packet); reason != MORI_SDMA_OK) {
@@ -187,6 +197,7 @@ bool CopyEngines::serve(CopyQueue& queue) {
   }
   if (!drawn_delay_has_passed(queue)) return false;
   node_.reads(queue.name, queue.device, reinterpret_cast<uint64_t>(dwords), uint64_t{packet.num_dwords} * 4, "packet fetch");
+  node_.reads(queue.ahead, queue.device, reinterpret_cast<uint64_t>(dwords), uint64_t{packet.num_dwords} * 4, kPossibleFetch);
   if (packet.op == MORI_SDMA_COPY && node_.settings.lazy_copies) {
     queue.landing.push_back(packet);
     if (queue.landing.size() > kMostLanding) land(queue, kMostLanding / 2);
