@@ -17,9 +17,9 @@ LDS in two stages, and phases 4k .. 4k+3 are the first group's for block k, 4k+1
     first group     L0a  M0a  L0b  M0b  L1a  M1a  L1b  M1b  L2a
     second group         L0a  M0a  L0b  M0b  L1a  M1a  L1b  M1b
 
-  (1) A wave starts its share of the DMA of block k+1 in its phase La of block k, so in phase 4k or later. Both
-      groups have loaded block k-1 out of that stage by then: the second in phase 4k-1, and each wave has the
-      data in its registers before the barrier behind a load phase.
+  (1) A wave starts its share of the DMA of block k+1 in its phase La of block k, so in phase 4k or later.
+      Both groups have loaded block k-1 out of that stage by then: the second in phase 4k-1, and each wave has
+      the data in its registers before the barrier behind a load phase.
   (2) It waits for that share at the end of its phase Lb, in phase 4k+3 or before. Both groups load block k+1
       from phase 4k+4 on, behind the barrier. The DMA has three phases to arrive.
   (3) Scales that a wave writes for block k+1 in its phase La of block k are read from phase 4k+4 on.

@@ -8,10 +8,10 @@ blockscale   out = sum over blocks of s_k * d_k, with s_k = fp32(a_scale * b_sca
              A second accumulator would not fit into the registers. Each division and multiplication rounds
              once, by 2^-24 of acc; with powers of two nothing is lost. Scales of one row may differ without
              limit, and may be zero, so e_k is not always s_k:
-                 g_k = max |s_j|, j <= k        e_k = s_k, or 2^-80 g_k where |s_k| is below that
-             which adds at most 2^-55 g_k to the result for each such block; nothing if its codes are zero,
-             or if all scales of the row are. Under a scale that is not finite no result is.
-             Products of scales below 2^-126 have fewer bits.
+                 g_k = max |s_j|, j <= k
+                 e_k = s_k, or f = max(2^-80 g_k, 2^-126) where |s_k| is below that and g_k > 0
+             which adds at most 2^25 f to the result for each such block; nothing if its codes are zero, or
+             if all scales of the row are. Under a scale that is not finite no result is.
 ptpc         out = (acc * a_scale[row]) * b_scale[column], once at the end
 mxfp8        the matrix instruction multiplies by 2^(a - 127) * 2^(b - 127) for every 32 k
 
@@ -41,6 +41,7 @@ from mori_gemm_ar.targets.rocm.gemm_device import (
 from mori_gemm_ar.targets.rocm.tiles import Tile, TileShape, larger, smaller
 
 SMALLEST = 2.0**-80  # of e_k / g_k: |acc| stays below 2^(25 + 80) times the number of blocks
+SMALLEST_UNIT = 2.0**-126
 WORD = 4
 
 
@@ -161,7 +162,8 @@ class Blockscale(Scaling):
         s = a * b
         magnitude = fx.absf(s)
         g = fx.maxnumf(g, magnitude)
-        floor = g * fx.Float32(SMALLEST)
+        floor = fx.maxnumf(g * fx.Float32(SMALLEST), fx.Float32(SMALLEST_UNIT))
+        floor = (g > fx.Float32(0.0)).select(floor, fx.Float32(0.0))
         unit = (magnitude < floor).select(floor, s)  # NaN is not below anything
         ratio = e / (unit == fx.Float32(0.0)).select(fx.Float32(1.0), unit)
         self._write(stage, ratio)
