@@ -53,7 +53,8 @@ class Partials:
     def product(self, where: int) -> Product:
         """The kernel's arguments; `where` is for its wire."""
         make: Any = Product
-        return make(*self.addresses, where, *self.sizes)
+        made: Product = make(*self.addresses, where, *self.sizes)
+        return made
 
 
 class Gemm:
