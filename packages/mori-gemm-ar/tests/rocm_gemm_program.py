@@ -1,12 +1,11 @@
-"""The GEMM kernel alone on the simulated node: `ok NAME` for each case that is right.
+"""The GEMM kernel alone: `ok NAME` for each case that is right. Arguments: names of cases, none for all.
 
-Run below `mori-sim run`. Arguments: names of cases, none for all; or `mutants`, for rocm_gemm_mutants.py.
+Runs on the simulated node below `mori-sim run`, and on a GPU of torch's without it.
 """
 
 import sys
 import time
 
-import mori_sim
 import torch
 from mori_gemm_ar import reference
 from mori_gemm_ar.quant.operands import a_scale_grid, b_scale_grid
@@ -17,10 +16,18 @@ from mori_gemm_ar.targets.rocm.gemm_kernel import gemm_kernel
 from mori_gemm_ar.targets.rocm.wire import ToOutput, one_slice
 from mori_gemm_ar.testing import gx
 
+if torch.version.hip:
+    DEVICE = torch.device("cuda")
+    synchronize = torch.cuda.synchronize
+else:
+    import mori_sim
+
+    DEVICE = torch.device("cpu")
+    synchronize = mori_sim.synchronize
+
 QUANTS = ("blockscale", "ptpc", "mxfp8")
 WIRE = ToOutput()
 LARGEST, SMALLEST = SHAPES[0], SHAPES[-1]
-CPU = torch.device("cpu")
 GUARD_ROWS = 64  # behind the result, that must stay as they are
 
 
@@ -28,21 +35,26 @@ def product(quant, a, b, a_scale, b_scale, shape, wire=WIRE):
     """(bf16 [m, n] from the kernel, operands with scales as grids); arguments as a caller would pass them."""
     a, b, a_scale, b_scale = (held(x) for x in (a, b, a_scale, b_scale))
     (m, k), n = a.shape, b.shape[0]
-    grids = a_scale_grid(a_scale, quant, m, k, CPU), b_scale_grid(b_scale, quant, n, k, CPU)
+    grids = a_scale_grid(a_scale, quant, m, k, DEVICE), b_scale_grid(b_scale, quant, n, k, DEVICE)
     partials = Gemm(n, k, quant, 256).partials(a, b, *grids)
-    out = mori_sim.zeros(m + GUARD_ROWS, n, dtype=torch.bfloat16).fill_(7.0)
+    out = on_device(torch.full((m + GUARD_ROWS, n), 7.0, dtype=torch.bfloat16))
     num_tiles = one_slice(m, shape).num_tiles(-(-n // shape.cols))
     gemm_kernel(quant, n, shape, wire).launch(partials.product(out.data_ptr()), num_tiles, 0)
-    mori_sim.synchronize()
+    synchronize()
+    out = out.cpu().clone()
     assert (out[m:] == 7.0).all(), "rows behind the end were written"
-    return out[:m].clone(), (a, b, *grids)
+    return out[:m], tuple(x.cpu() for x in (a, b, *grids))
+
+
+def on_device(x):
+    return x.to(DEVICE) if torch.version.hip else mori_sim.to_device(x)
 
 
 def held(x):
     """The same on the device, strides and all."""
     if x.is_contiguous():
-        return mori_sim.to_device(x)
-    base = mori_sim.to_device(x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0))
+        return on_device(x)
+    base = on_device(x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0))
     return base.as_strided(x.shape, x.stride(), x.storage_offset())
 
 

@@ -125,6 +125,18 @@ def test_the_next_block_is_in_flight_while_one_is_multiplied(run):
         assert "scratch_" not in disassembly(code, None)
 
 
+@pytest.mark.gpu(1)
+def test_products_on_a_gpu():
+    import torch
+
+    if not torch.version.hip:
+        pytest.skip("this torch is not a ROCm build: the kernels are for gfx950")
+    command = [sys.executable, "rocm_gemm_program.py"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=280)
+    found = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("ok ")}
+    assert found == set(CASES), done.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
     """(output, the rules that each mutant broke)."""
