@@ -46,9 +46,7 @@ def starter(num_ranks: int) -> Kernel:
     def start(args: Start, blocks: fx.Int32):
         window, lane = dev.window(args.base, args.stride, args.rank), fx.thread_idx.x
         epoch = dev.load_agent(dev.my_address(window, control.epoch)) + 1
-        for i in range(lane, control.num_counters, LANES):
-            counter = dev.my_address(window, control.counters) + fx.Int64(i) * WORD_BYTES
-            dev.store_agent(counter + control.then, dev.load_agent(counter))
+        note_counters(window, control, lane)
         if (lane < num_ranks) & (lane != args.rank):
             called = dev.peer_address(window, lane, control.called) + fx.Int64(args.rank) * WORD_BYTES
             dev.store_system(called, (epoch << M_BITS) | fx.Int64(args.m))
@@ -59,6 +57,14 @@ def starter(num_ranks: int) -> Kernel:
                 dev.store_agent(word, dev.load_agent(word) + fx.Int64(more))
 
     return Kernel(start, Start, LANES)
+
+
+@flyc.jit
+def note_counters(window, control, lane):
+    """Where they stand when the call begins: whatever they count up to in it counts from there."""
+    for i in range(lane, control.num_counters, LANES):
+        counter = dev.my_address(window, control.counters) + fx.Int64(i) * WORD_BYTES
+        dev.store_agent(counter + control.then, dev.load_agent(counter))
 
 
 @fx.struct

@@ -8,6 +8,7 @@ software node, whose windows are CPU tensors, it returns when they have ended.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import mori_shmem
 import torch
 from mori_shmem.core import CoreError
-from mori_shmem.errors import ArgumentError, CollectiveMismatch, MoriError, UnsupportedShape
+from mori_shmem.errors import ArgumentError, CollectiveMismatch, MoriError, PeerDied, UnsupportedShape
 from mori_shmem.wording import worded
 
 from mori_gemm_ar.options import Options
@@ -27,15 +28,16 @@ from mori_gemm_ar.targets.rocm.kernel import Kernel
 from mori_gemm_ar.targets.rocm.launch import Launch, Launches, here_of
 from mori_gemm_ar.targets.rocm.limits import PACK
 from mori_gemm_ar.targets.rocm.meet import CALLED, FINISHED, OTHER_M, PARTIALS
-from mori_gemm_ar.targets.rocm.regions import Regions
+from mori_gemm_ar.targets.rocm.regions import M_BITS, Regions
 from mori_gemm_ar.targets.rocm.tiles import Slices, TileShape
 from mori_gemm_ar.targets.rocm.wire import ToOutput, Wire, one_slice
 from mori_gemm_ar.targets.rocm.wires import ToPeers, ToQueues
 
 OUTPUT, QUEUES, PEERS = ToOutput(), ToQueues(), ToPeers()
 WIRES: dict[str, Wire] = {"fused-sdma": QUEUES, "fused-lsa": PEERS}
-_AWAITED = {PARTIALS: "partial sums", FINISHED: "finished rows", CALLED: "call"}  # by `what` of a record
-_NO_LIMIT_S = 1e9  # the host's, where kernels have limits of their own
+_AWAITED = {PARTIALS: "partial sums", FINISHED: "finished rows"}  # by `what` of a record
+_PAUSES_S = (50e-6, 5e-3)  # between two looks of the host, the first and the longest
+_DEATH_GRACE_S = 0.25  # kernels that need no peer any more may end in this time after one has died
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,28 @@ class Runner:
             torch.cuda.synchronize(self._comm.device)
 
     def _wait(self) -> None:
-        """Until this rank's kernels have ended."""
-        try:
-            self._comm.core.await_callers_work(_NO_LIMIT_S)
-        except CoreError as error:
-            raise self._worded(error) from None
+        """Until this rank's kernels have ended. A wait of theirs that was late ends those behind it, too, so
+        the record is looked at last: taken earlier, it would let them wait for their own deadlines."""
+        core, pause_s, dead_since = self._comm.core, _PAUSES_S[0], None
+        stream = core.callers_stream()
+        while not core.device.is_idle(stream):
+            dead = [rank for rank, state in enumerate(core.peer_states()) if state == "dead"]
+            now = time.monotonic()
+            dead_since = (dead_since or now) if dead else None
+            if dead_since is not None and now - dead_since > _DEATH_GRACE_S:
+                raise PeerDied(
+                    f"rank {self._comm.rank} of {self._comm.world_size}, in {self._doing}: rank "
+                    f"{', '.join(map(str, dead))} died",
+                    rank=self._comm.rank,
+                    peers=dead,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSES_S[1])
         self._check()
+
+    @property
+    def _doing(self) -> str:
+        return f"call {self._number} of its GEMM + all-reduce"
 
     def _check(self) -> None:
         try:
@@ -180,7 +198,7 @@ class Runner:
             raise self._worded(error) from None
 
     def _worded(self, error: CoreError) -> MoriError:
-        info, doing = error.info, f"call {self._number} of its GEMM + all-reduce"
+        info = error.info
         what, _, _ = str(info.get("purpose", "")).removeprefix("flag ").partition("/")
         if info.get("what") == "kernel" and what == str(OTHER_M):
             return CollectiveMismatch(
@@ -188,6 +206,9 @@ class Runner:
                 f"M={info['seen']} (call {self._number} of this op): all ranks must call with the same M, in "
                 "the same order"
             )
-        if what.isdigit() and int(what) in _AWAITED:
-            info["purpose"] = f"rank {info['peer']}'s {_AWAITED[int(what)]}, a count"
-        return worded(error, self._comm, doing)
+        if what == str(CALLED):  # the record has the low 32 bits of (call, M)
+            behind = (info["wanted"] - info["seen"]) >> M_BITS & 0xFF
+            info.update(seen=self._number - behind, wanted=self._number, purpose="the number of the call")
+        elif what.isdigit() and int(what) in _AWAITED:
+            info["purpose"] = f"the count of {_AWAITED[int(what)]}"
+        return worded(error, self._comm, self._doing)

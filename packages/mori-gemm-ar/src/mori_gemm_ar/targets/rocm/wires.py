@@ -73,7 +73,8 @@ class ToPeers(_Sliced):
         return self._landing(tile.owner, tile.row0)
 
     def tile_done(self, tile: Tile) -> None:
-        """`meet` tells the owner, after this kernel."""
+        """In the owner's memory when this wave ends; `meet` tells it, after this kernel."""
+        dev.wait_stores()
 
 
 class ToQueues(_Sliced):
