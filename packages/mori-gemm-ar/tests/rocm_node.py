@@ -1,8 +1,9 @@
 """All ranks of an op in one process of the simulated node, each on a device of its own.
 
-The checker of strict mode knows what its own process has done: with all ranks in one, a store into a peer's memory and
-the peer's load meet in it. Kernels and their arguments are the product's; only windows and queues are made here, by
-the vendor libraries' own calls, at one address for everybody. Nothing waits between calls but the streams.
+The checker of strict mode knows what its own process has done: with all ranks in one, a store into a peer's
+memory and the peer's load meet in it. Kernels and their arguments are the product's; only windows and queues
+are made here, by the vendor libraries' own calls, at one address for everybody. Nothing waits between calls
+but the streams.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ from ctypes import byref, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 import mori_sim
 import torch
 from mori_gemm_ar.options import resolve
-from mori_gemm_ar.plan import Plan
+from mori_gemm_ar.plan import Phase, Plan
 from mori_gemm_ar.problem import Problem
 from mori_gemm_ar.targets.rocm import runner as rocm
 from mori_gemm_ar.targets.rocm.gemm import Gemm, shape_for
@@ -149,8 +150,8 @@ class Op:
         return Plan(Problem(m, self.n, self.k, self.node.world_size), self.options, MAX_BAND_ROWS)
 
     def queue(self, m, turn, late=None):
-        """One call on every device, and behind it what a caller may do: take the result, and write over it. Returns
-        at once; `late` is a rank that begins when the others cannot get on without it."""
+        """One call on every device, and behind it what a caller may do: take the result, and write over it.
+        Returns at once; `late` is a rank that begins when the others cannot get on without it."""
         taken = [
             mori_sim.empty(m, self.n, dtype=torch.bfloat16, device=r) for r in range(self.node.world_size)
         ]
@@ -158,21 +159,34 @@ class Op:
         for rank in ranks:
             if rank == late:
                 time.sleep(LATE_S)
-            self.queue_on(rank, m, turn)
+            self.begin(rank, m, turn)
+        for rank in ranks:
+            if rank == late:  # a second time, when all partial sums are there
+                time.sleep(LATE_S)
+            self.finish(rank, m)
             at, nbytes = self.base + rank * self.stride + self.layout.output_row(0), m * self.n * 2
             copy = (c_void_p(taken[rank].data_ptr()), c_void_p(at), c_size_t(nbytes), c_int(3), None)
             check("copy", hip.hipMemcpyAsync(*copy))
             check("fill", hip.hipMemsetAsync(c_void_p(at), c_int(0xFF), c_size_t(nbytes), None))
         return taken
 
-    def queue_on(self, rank, m, turn):
-        plan, launches = self.plan(m), self.launches[rank]
+    def begin(self, rank, m, turn):
+        """Up to the wait for everybody's partial sums."""
+        plan = self.plan(m)
         check("device", hip.hipSetDevice(rank))
-        start = launches.start(plan)
+        start = self.launches[rank].start(plan)
         start.kernel.launch(start.args, start.blocks, 0)
         self.gemm(plan, turn, rank)
-        for launch in launches.after_gemm(plan):
-            launch.kernel.launch(launch.args, launch.blocks, 0)
+        for launch in self.launches[rank].after_gemm(plan):
+            if launch.phase in (Phase.SCATTER, Phase.DRAIN):
+                launch.kernel.launch(launch.args, launch.blocks, 0)
+
+    def finish(self, rank, m):
+        """The rest."""
+        check("device", hip.hipSetDevice(rank))
+        for launch in self.launches[rank].after_gemm(self.plan(m)):
+            if launch.phase not in (Phase.SCATTER, Phase.DRAIN):
+                launch.kernel.launch(launch.args, launch.blocks, 0)
 
     def gemm(self, plan, turn, rank):
         m, wire = plan.problem.m, rocm.WIRES.get(self.options.mode, rocm.OUTPUT)

@@ -1,9 +1,11 @@
 """What the protocol asks for (launch.py, wires.py, reduce.py), left out one at a time: who notices?
 
-    rocm_omissions.py REPORT NAME ...     prints `caught NAME: HOW`, `missed NAME`; those called `nothing` leave out nothing
+    rocm_omissions.py REPORT NAME ...     prints `caught NAME: HOW`, `missed NAME`; those called `nothing`
+                                          leave out nothing
 
-HOW is `rule x` (strict mode reported it), `result` (wrong rows) or `deadline` (a wait was late). An omission is a
-patch of the modules that the kernels are traced from, made before and undone after. REPORT is the node's own file.
+HOW is `rule x` (strict mode reported it), `result` (wrong rows) or `deadline` (a wait was late). An omission
+is a patch of the modules that the kernels are traced from, made before and undone after. REPORT is the node's
+own file.
 """
 
 import contextlib
@@ -184,7 +186,8 @@ def broken_rules(report, before):
 
 
 class KeptKernel(Kernel):
-    """Never unloaded: the node reports a place in the code once, and code must not come to lie where other code was."""
+    """Never unloaded: the node reports a place in the code once, and code must not come to lie where other
+    code was."""
 
     kept: ClassVar = []
 

@@ -39,7 +39,7 @@ def report(found: Run, args: argparse.Namespace) -> bool:
     _print_verdicts(found)
     _print_picture(found)
     for measured in found.measured:
-        _result(measured, found, args).emit(args.json)
+        result_of(measured, found, args).emit(args.json)
     if args.trace:
         found.trace.write_chrome(args.trace)
     return validated(found)
@@ -154,7 +154,8 @@ def overlap(spans: list[Span]) -> float | None:
     return 100 * inside_ns / total_ns
 
 
-def _result(measured: Measured, found: Run, args: argparse.Namespace) -> mori_bench.Result:
+def result_of(measured: Measured, found: Run, args: argparse.Namespace) -> mori_bench.Result:
+    """One case's line for programs."""
     problem, case = found.problem, measured.case
     gather_dtype = case.options.gather_dtype if case else "bf16"
     spans = list(_of_call(found.trace, measured.label, rank=0)) if case else []

@@ -104,13 +104,18 @@ def run(args: argparse.Namespace, cases: list[Case]) -> tuple[Run, int]:
         for contender in contenders:
             if contender.op is not None:
                 contender.op.close()
-        device = (
-            mori_bench.cpu_name() if comm.device.type == "cpu" else torch.cuda.get_device_name(comm.device)
-        )
+        device = _device_name(comm)
         found, rank = Run(problem, measured, refused, trace, comm.backend, device), comm.rank
     if dist.is_initialized():
         dist.destroy_process_group()
     return found, rank
+
+
+def _device_name(comm: mori_shmem.Communicator) -> str:
+    if comm.device.type != "cpu":
+        return torch.cuda.get_device_name(comm.device)
+    software = "simulated MI355X on " if comm.backend == "rocm" else ""
+    return software + mori_bench.cpu_name()
 
 
 def _contenders(
@@ -125,7 +130,8 @@ def _contenders(
     contenders, refused = [], {}
     for case in cases:
         try:
-            contenders.append(_contender(comm, problem, case, given, args.fault, check))
+            contender = _contender(comm, problem, case, given, args.fault, check, args.time_phases)
+            contenders.append(contender)
         except UnsupportedShape as reason:
             if args.mode != "all":
                 raise
@@ -142,9 +148,11 @@ def _contender(
     inputs: list[Operands],
     fault_name: str | None,
     check: Callable[[torch.Tensor, Case | None], Checked],
+    time_phases: bool,
 ) -> Contender:
-
     op = GemmAllReduce(comm, n=problem.n, k=problem.k, m_max=max(1, problem.m), **case.given)
+    if time_phases:  # a GPU tells of its phases only when they are asked for
+        op.trace = mori_bench.Trace(comm.rank)
     fault = mori_bench.Fault(fault_name)
     given = [(fault.input(x.a, comm.rank, comm.world_size), x.b, x.a_scale, x.b_scale) for x in inputs]
 
