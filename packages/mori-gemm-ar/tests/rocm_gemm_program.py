@@ -64,9 +64,9 @@ def held(x):
 def exact(quant, m, n, k, shape, padding=0):
     """GX: every product and sum is exact in bf16. The result is the host target's, byte for byte."""
     g = gx(m, n, k, 0, quant)
-    a = torch.zeros(m, k + padding, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    a[:, :k] = g.a
-    got, operands = product(quant, a[:, :k], g.b, g.a_scale, g.b_scale, shape)
+    a, b = (torch.full((len(x), k + padding), 3.0).to(torch.float8_e4m3fn) for x in (g.a, g.b))
+    a[:, :k], b[:, :k] = g.a, g.b
+    got, operands = product(quant, a[:, :k], b[:, :k], g.a_scale, g.b_scale, shape)
     want = g.exact().to(torch.bfloat16)
     assert torch.equal(got, want), ((got != want).nonzero()[:8], int((got != want).sum()))
     host = torch.empty(m, n, dtype=torch.bfloat16)
@@ -197,6 +197,7 @@ for _quant in QUANTS:
     CASES[f"one_row_{_quant}"] = lambda q=_quant: exact(q, 1, 8, 256, SMALLEST)
     CASES[f"odd_k_{_quant}"] = lambda q=_quant: exact(q, 17, 136, 328, SMALLEST)
     CASES[f"padded_rows_{_quant}"] = lambda q=_quant: exact(q, 70, 136, 256, SMALLEST, padding=64)
+    CASES[f"padded_odd_k_{_quant}"] = lambda q=_quant: exact(q, 17, 136, 328, SMALLEST, padding=5)
     CASES[f"random_{_quant}"] = lambda q=_quant: random(q, 300, 264, 512, LARGEST)
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 QUANTS = ("blockscale", "ptpc", "mxfp8")
 SHAPES = ("256x256", "128x256", "128x128", "64x128")
 KINDS = (*(f"exact_{{}}_{shape}" for shape in SHAPES), "one_block_{}", "one_row_{}", "odd_k_{}")
-KINDS = (*KINDS, "padded_rows_{}", "random_{}")
+KINDS = (*KINDS, "padded_rows_{}", "padded_odd_k_{}", "random_{}")
 CASES = [kind.format(quant) for quant in QUANTS for kind in KINDS]
 CASES += ["degenerate", "not_finite", "mx_scales", "two_shapes", "model_tile"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flydsl.expr as fx
-from flydsl._mlir.dialects import rocdl
+from flydsl._mlir.dialects import llvm, rocdl
 
 BLOCK = 128  # k of one matrix instruction, and of one block of scales: a row of it is 128 bytes
 NOWHERE = 1 << 30  # an offset behind the end of every buffer
@@ -47,6 +47,12 @@ def meet() -> None:
     fx.rocdl.sched_barrier(0)
     fx.barrier()
     fx.rocdl.sched_barrier(0)
+
+
+def in_agprs(vector: Any) -> Any:
+    """Four floats, in registers that only matrix instructions, loads and stores can use."""
+    kind = fx.Float32x4.ir_type
+    return fx.Vector(llvm.inline_asm(kind, [vector.ir_value()], "", "=a,0", has_side_effects=False))
 
 
 def set_priority(level: int) -> None:

@@ -34,7 +34,7 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 from mori_shmem.device.flydsl.bounded import bounded, store16_bounded
 
-from mori_gemm_ar.targets.rocm.gemm_device import BLOCK, NOWHERE, meet, set_priority, wait_for_dma
+from mori_gemm_ar.targets.rocm.gemm_device import BLOCK, NOWHERE, in_agprs, meet, set_priority, wait_for_dma
 from mori_gemm_ar.targets.rocm.gemm_panels import Panel
 from mori_gemm_ar.targets.rocm.gemm_scales import SCALINGS
 from mori_gemm_ar.targets.rocm.kernel import Kernel
@@ -42,6 +42,12 @@ from mori_gemm_ar.targets.rocm.tiles import TileShape, larger
 from mori_gemm_ar.targets.rocm.wire import Arguments, Wire
 
 WIRE_BYTES = 64
+
+# Sums that are rescaled have to be in the 128 registers that all instructions can use, which 32 sums fill
+# alone. Left to itself the compiler moves some in and out between matrix instructions: 82 wait states per
+# block. With 3 of 16 sums moved before the matrix instructions it is 28; with 2, 48; with 4, 27 and 20 more
+# moves. Eight, or results moved as well: spills.
+FULL, HALF, IN_AGPRS = 32, 16, 3
 
 
 @fx.struct
@@ -150,6 +156,8 @@ class Workgroup:
         for i, scale in zip(self._rows_of(half), scales, strict=True):
             for at in range(i * self.across, (i + 1) * self.across):
                 new[at] = self.scaling.before(sums[at], scale)
+                if self.scaling.rescales and len(sums) == FULL and at % HALF >= HALF - IN_AGPRS:
+                    new[at] = in_agprs(new[at])
         return new, (rows, scales)
 
     def _multiply(self, sums: list[Any], half: int, columns: Any, rows: Any) -> list[Any]:

@@ -49,6 +49,7 @@ class Scaling:
     """What they have in common. `kinds` of words there are in LDS: 2 stages of each, one word per thread."""
 
     kinds = 0
+    rescales = False  # whether `before` does anything
 
     def __init__(self, shape: TileShape, n: int) -> None:
         self.shape, self.n = shape, n
@@ -132,7 +133,7 @@ def _nbytes(count: Any, pitch: Any) -> Any:
 class Blockscale(Scaling):
     """Thread (half, row): a row of the tile, 128 of its columns. Kinds: ratios, scales of A, of B."""
 
-    kinds = 3
+    kinds, rescales = 3, True
 
     def open(self, at: Any, tile: Tile, args: Any, thread: Any, wave: Any, first: tuple[Any, Any]) -> None:
         super().open(at, tile, args, thread, wave, first)
