@@ -51,7 +51,6 @@ MUTANTS = {
     "none": lambda: (gemm_kernel, "meet", gemm_kernel.meet),
     "no_wait_before_the_first_block": lambda: without(gemm_kernel, "wait_for_dma", 0),
     "no_wait_in_phase_lb": lambda: without(gemm_kernel, "wait_for_dma", 1),
-    "no_wait_for_the_first_scales": lambda: without(gemm_scales, "wait_for_dma", 0),
     "no_barrier_before_the_first_block": lambda: without(gemm_kernel, "meet", 0),
     "no_barrier_behind_la": lambda: without(gemm_kernel, "meet", 2),
     "no_barrier_behind_ma": lambda: without(gemm_kernel, "meet", 3),

@@ -29,7 +29,6 @@ CASES += ["degenerate", "not_finite", "mx_scales", "two_shapes", "model_tile"]
 CAUGHT_BY = {
     "no_wait_before_the_first_block": {"wait"},
     "no_wait_in_phase_lb": {"wait"},
-    "no_wait_for_the_first_scales": {"wait"},
     "no_barrier_before_the_first_block": {"lds"},
     "no_barrier_behind_lb": {"lds", "wait"},
     "no_barrier_behind_mb": {"lds", "wait"},

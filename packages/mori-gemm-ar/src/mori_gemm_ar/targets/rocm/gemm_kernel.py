@@ -107,10 +107,11 @@ class Workgroup:
     def product(self) -> Any:
         """The wave's sums, [down * across] fragments, in units that `store` knows."""
         first = fx.Int32(0)
-        state = self.scaling.start()
+        self.scaling.begin()
         self._fetch(first, first)
         sums = [fx.Vector.filled(4, 0.0, fx.Float32) for _ in range(self.down * self.across)]
         wait_for_dma()
+        state = self.scaling.start()
         meet()
         if self.is_second:
             meet()

@@ -36,7 +36,6 @@ from mori_gemm_ar.targets.rocm.gemm_device import (
     load_words,
     multiply,
     shared_pointer,
-    wait_for_dma,
 )
 from mori_gemm_ar.targets.rocm.tiles import Tile, TileShape, larger, smaller
 
@@ -65,8 +64,11 @@ class Scaling:
         self._thread, self._wave, self._first = thread, wave, first
         self._r, self._g = thread % 16, thread % 64 // 16
 
+    def begin(self) -> None:
+        """Before everything: start the DMA of what `start` needs."""
+
     def start(self) -> list[Any]:
-        """Before the first block; what `put` hands on from block to block."""
+        """Before the first block is loaded; what `put` hands on from block to block."""
         return []
 
     def fetch(self, block: Any, stage: Any) -> None:
@@ -143,12 +145,12 @@ class Blockscale(Scaling):
         self._b = args.b_scale + fx.Int64(column_block) * fx.Int64(args.b_scale_pitch) * WORD
         self._words = first[1] // BLOCK * self.shape.rows + first[0] + self._r
 
+    def begin(self) -> None:
+        self._fetch_scales(fx.Int32(0), fx.Int32(0))
+
     def start(self) -> list[Any]:
         """e and g."""
-        first = fx.Int32(0)
-        self._fetch_scales(first, first)
-        wait_for_dma()
-        return self.put(first, first, [fx.Float32(0.0), fx.Float32(0.0)])
+        return self.put(fx.Int32(0), fx.Int32(0), [fx.Float32(0.0), fx.Float32(0.0)])
 
     def fetch(self, block: Any, stage: Any) -> None:
         self._fetch_scales(block + 1, 1 - stage)  # this wave has made ratios of what is there
