@@ -281,7 +281,7 @@ def two_ringers(seed, drop=None):
         b.array(np.zeros(64, np.uint32), uncached=True),
         b.array(np.zeros(64, np.uint32), uncached=True),
     )
-    b.machine.agent_observed("sdma 0", 0, bell.ctypes.data, 8)
+    b.machine.engine_pointer(bell.ctypes.data)
     steps = [
         ("one lane", ONLY_LANE_0),
         ("ring", "global_store_dword v3, v4, s[4:5] sc0 sc1"),
@@ -342,6 +342,25 @@ def test_uncached_data_needs_its_flag(drop, reported, seed):
     arguments = [data.ctypes.data, flag.ctypes.data, out.ctypes.data, 0]
     b.submit(two_workgroups(program(steps, drop), consume), arguments, grid=(2,), block=(128,))
     b.run()
+    assert rules(b) == reported
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("drop", "reported"), [(None, set()), *((d, {"a"}) for d in PRODUCER_OMISSIONS)])
+def test_what_a_polled_word_announces_may_be_copied(drop, reported, seed):
+    """A queue that stands at a POLL, and a kernel that stores data and then the word."""
+    b = bench(seed)
+    data, flag = b.array(np.zeros(128, np.uint32)), b.array(np.zeros(64, np.uint32), uncached=True)
+    text = one_workgroup(program(producer("sc0 sc1", "sc0 sc1"), drop))
+    b.submit(text, [data.ctypes.data, flag.ctypes.data, 0, 0], block=(128,))
+    b.machine.agent_observed("sdma 0", 0, b.array(np.zeros(64, np.uint32), uncached=True).ctypes.data, 8)
+    met = False
+    while (state := b.machine.run(16)) == "running" or not met:
+        assert state != "fault", b.machine.fault()
+        if flag[0] and not met:
+            met = True
+            b.machine.agent_polled("sdma 0", 0, flag.ctypes.data, 4)
+            b.machine.agent_reads("sdma 0", 0, data.ctypes.data, data.nbytes, "COPY source")
     assert rules(b) == reported
 
 

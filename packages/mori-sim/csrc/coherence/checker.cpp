@@ -332,13 +332,19 @@ class StrictChecker final : public Checker {
   void agent_observed(const std::string& name, int device, uint64_t addr, uint64_t nbytes) override {
     const uint32_t id = agent(name, device);
     bool any = false;
-    if (name.compare(0, 4, "host") != 0) doorbells_.insert(addr);
     each_record(addr, nbytes, [&](Record& r) {
       any = true;
       if (r.released) actors_[id].clock.join(*r.released);
     });
     if (!any) actors_[id].clock.join(actors_[agent("host", device)].clock);  // the host must have written it
   }
+  void agent_polled(const std::string& name, int device, uint64_t addr, uint64_t nbytes) override {
+    const uint32_t id = agent(name, device);
+    each_record(addr, nbytes, [&](Record& r) {
+      if (r.released) actors_[id].clock.join(*r.released);
+    });
+  }
+  void engine_pointer(uint64_t addr) override { engine_pointers_.insert(addr); }
   void agent_reads(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) override {
     const uint32_t id = agent(name, device);
     const bool host = name.compare(0, 4, "host") == 0;
@@ -758,7 +764,7 @@ class StrictChecker final : public Checker {
     for (const Touched& t : touched_) {
       const bool uncached = t.kind == MemoryKind::uncached || t.kind == MemoryKind::host;
       check_readers(w, s, op, pc, t);
-      check_doorbell(w, s, op, pc, t);
+      check_engine_pointer(w, s, op, pc, t);
       r.home = static_cast<int16_t>(t.kind == MemoryKind::local ? me.device : t.home);
       r.bytes = t.bytes;
       r.in_memory = atomic || uncached || scope == Scope::system || (scope == Scope::agent && t.kind == MemoryKind::local);
@@ -793,9 +799,9 @@ class StrictChecker final : public Checker {
 
   // A doorbell or write pointer that one wave after the other stores to: had the last one's store not arrived yet, it would
   // land on top of this one, and the engine would be told of less than it had been told before.
-  void check_doorbell(Wave& w, WaveState_& s, const Op& op, uint64_t pc, const Touched& t) {
-    const auto first = doorbells_.lower_bound(t.line * kLine);
-    if (first == doorbells_.end() || *first >= (t.line + 1) * kLine) return;
+  void check_engine_pointer(Wave& w, WaveState_& s, const Op& op, uint64_t pc, const Touched& t) {
+    const auto first = engine_pointers_.lower_bound(t.line * kLine);
+    if (first == engine_pointers_.end() || *first >= (t.line + 1) * kLine) return;
     const Line* line = lines_.find(t.line);
     if (!line) return;
     for (const Record& r : line->records)
@@ -883,7 +889,7 @@ class StrictChecker final : public Checker {
   std::unordered_map<DispatchId, uint64_t> ended_at_;
   std::map<std::pair<int, unsigned>, std::vector<WriteBack>> write_backs_;
   LineTable<Line> lines_;
-  std::set<uint64_t> doorbells_;
+  std::set<uint64_t> engine_pointers_;
   std::unordered_map<int, std::set<uint64_t>> to_peer_;  // lines with plain stores to that device
   std::unordered_map<uint64_t, uint64_t> signals_;  // last value seen of words that other processes write
   std::set<std::pair<std::string, std::pair<uint64_t, uint64_t>>> seen_;

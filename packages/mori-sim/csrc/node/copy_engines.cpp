@@ -98,6 +98,8 @@ CopyQueue* CopyEngines::create(int device, int engine, bool xgmi, uint64_t ring,
   queue->error = reinterpret_cast<int64_t*>(queue->words + 128);
   queue->ring.doorbell = reinterpret_cast<uint64_t*>(doorbells) + (queue->id % kMaxQueues);
   *queue->ring.doorbell = 0;
+  node_.engine_pointer(reinterpret_cast<uint64_t>(queue->ring.doorbell));
+  node_.engine_pointer(reinterpret_cast<uint64_t>(queue->ring.wptr));
   queues_.push_back(std::move(queue));
   if (!thread_.joinable()) {
     random_state_ = node_.settings.machine.seed * 2 + 1 + static_cast<uint64_t>(device);
@@ -178,11 +180,14 @@ bool CopyEngines::serve(CopyQueue& queue) {
   const uint64_t doorbell = __atomic_load_n(queue.ring.doorbell, __ATOMIC_ACQUIRE);
   if (doorbell != queue.seen_doorbell) {
     queue.seen_doorbell = doorbell;
+    const auto waves_held = node_.hold_waves();
     const uint64_t pointer = reinterpret_cast<uint64_t>(queue.ring.wptr);
+    const uint64_t written = __atomic_load_n(queue.ring.wptr, __ATOMIC_ACQUIRE);
     node_.observed(queue.name, queue.device, reinterpret_cast<uint64_t>(queue.ring.doorbell), 8);
     node_.observed(queue.ahead, queue.device, pointer, 8);
-    node_.reads(queue.name, queue.device, pointer, 8, kPossibleFetch);
-    if (__atomic_load_n(queue.ring.wptr, __ATOMIC_ACQUIRE) < doorbell) {
+    // A pointer above the doorbell is another wave's, which has not rung yet: this doorbell says nothing of it.
+    if (written == doorbell) node_.reads(queue.name, queue.device, pointer, 8, kPossibleFetch);
+    if (written < doorbell) {
       bad.reason = MORI_SDMA_BAD_POINTER;
       fault(queue, bad);
       return false;
@@ -229,7 +234,10 @@ bool CopyEngines::run(CopyQueue& queue, const mori_sdma_packet& packet, const ui
   mori_sdma_fault bad{};
   const auto waves_held = node_.hold_waves();
   const int outcome = packets.execute(&packet, &memory, &bad);
-  if (outcome == MORI_SDMA_DONE) return true;
+  if (outcome == MORI_SDMA_DONE) {
+    if (packet.op == MORI_SDMA_POLL) node_.polled(queue.name, queue.device, packet.dst, 4);
+    return true;
+  }
   if (outcome == MORI_SDMA_FAULT) {
     if (dwords != nullptr) packets.fault_dwords(&bad, dwords, available);
     fault(queue, bad);

@@ -124,6 +124,8 @@ class Node {
 
   CopyEngines& copy_engines();
   // Strict mode: what a copy engine or the host read and wrote, told to the checker.
+  void engine_pointer(uint64_t address);
+  void polled(const std::string& agent, int device, uint64_t address, uint64_t nbytes);
   void observed(const std::string& agent, int device, uint64_t address, uint64_t nbytes);
   void reads(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what);
   void writes(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what);
