@@ -1,6 +1,8 @@
 #include "rocm/device.h"
 
 #include <cstring>
+#include <mutex>
+#include <set>
 
 namespace mori::rocm {
 
@@ -11,7 +13,12 @@ constexpr unsigned kAtLeast = 0;
 
 void* as_pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
+// Once for each device of the process; what somebody else has allowed already is fine.
 void allow_peers(int ordinal) {
+  static std::mutex mutex;
+  static std::set<int> done;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!done.insert(ordinal).second) return;
   for (int peer = 0; peer < device_count(); ++peer) {
     int can = 0;
     if (peer == ordinal || hip().hipDeviceCanAccessPeer(&can, ordinal, peer) != kHipSuccess || !can) continue;

@@ -35,7 +35,7 @@ waits.py   flags only grow; a wait ends at its deadline
     clock()  deadline_after(timeout_ticks)          mori_shmem.device.queue_words.ticks(seconds) on the host
     wait_at_least(address, value, record, what, peer, deadline, index=0, scope="system") -> Boolean
                                                     true: it came, and what was stored before it is visible
-                                                    to this wave. false: late; the record says so
+                                                    to the lanes that called. false: late; the record says so
     has_failed(record)                              an earlier wait of this rank was late
 
 queue.py   COPY and ATOMIC packets to the copy engine, in order, from any number of waves
@@ -43,7 +43,7 @@ queue.py   COPY and ATOMIC packets to the copy engine, in order, from any number
     put(queue, dst, src, nbytes, signal=None)       signal: (address, value): value is added to the 64-bit
                                                     word after the bytes have landed, here or at a peer
     signal(queue, address, value)                   the addition alone, after all earlier puts of the queue
-    quiet(queue) -> Boolean                         all earlier puts have landed, and are visible to this wave
+    quiet(queue) -> Boolean                         all earlier puts have landed, visible to who called
     put_lanes(queue, dst, src, nbytes, signal=None) one put for each active lane, one signal behind them
     start = reserve(queue, num_packets)             several packets with one doorbell: fill exactly as many
     at = write_copy(queue, at, dst, src, nbytes)    as were reserved, beginning at start; nbytes at most
@@ -58,6 +58,9 @@ barrier.py
 
 put, signal, quiet, reserve, commit: by one lane, or by lanes that have a queue each. Lanes that share a queue
 take put_lanes, or `if is_first_lane():`; else they would wait for each other for ever.
+A wait is the business of the lanes that call it. Where one lane waits (or is quiet) for others, fx.barrier()
+belongs behind it, in a workgroup of one wave as well: the compiler may run the other lanes first.
+No more packets at a time than the ring holds, less one: MORI_SHMEM_RING_BYTES / 32 - 1 (8191 unless set).
 What a put copies must have left the caches first: every wave `wait_stores()`, fx.barrier(), then one wave
 `release_fence("system")`; or store16_through and wait_stores().
 """

@@ -5,11 +5,11 @@ A put by one lane, in order (the words are those of queue_words.py):
      filled once the engine has read what lay there one turn earlier: the read pointer is above the piece's
      end minus the ring's size. READ holds the newest value that anybody has seen; only when that is too old
      is the engine's own word read, which is slow.
-  2. The packets are stored there. The ring is uncached memory, so `wait_stores` is all that publishes them.
-  3. commit: wait for my turn (COMMITTED has reached my start: everybody before me has rung), store the write
-     pointer, wait for that store, ring the doorbell, wait for that store, and only then pass the turn on.
-     Without the last wait the next lane's doorbell could be overtaken by mine, and the engine would be
-     told of less than it had been told before.
+  2. The packets are stored there. The ring is uncached memory: to have arrived is to be published.
+  3. commit: wait for my turn (COMMITTED has reached my start: everybody before me has rung; by then my
+     packets have arrived), store the write pointer, wait for that store, ring the doorbell, wait for that
+     store, and only then pass the turn on. Without the last wait the next lane's doorbell could be
+     overtaken by mine, and the engine would be told of less than it had been told before.
 Every packet has 32 bytes (a COPY one dword of padding, an ATOMIC none, a FENCE four), and so none lies across
 the ring's end. Positions are byte counts that never wrap.
 
@@ -202,7 +202,7 @@ def write_add(queue, at, address, value):
 @flyc.jit
 def commit(queue, start, end):
     """Tell the engine of the packets from `start` to `end`, after everybody who reserved before."""
-    wait_stores()
+    # The packets have arrived when the first look at the turn has: vmcnt counts both, in the order of issue.
     if _wait_for_turn(queue, start):
         store_system(queue.wptr, end)
         wait_stores()

@@ -50,6 +50,27 @@ class DeviceQueues:
     num_queues: int
 
 
+def words_of(queue: native.RocmQueue, peer: int, record: int, timeout_s: float) -> bytes:
+    """A queue as kernels see it. What its probe has used of the ring counts as used."""
+    used = queue.submitted_bytes
+    values = {
+        queue_words.RING: queue.ring,
+        queue_words.RPTR: queue.read_pointer,
+        queue_words.WPTR: queue.write_pointer,
+        queue_words.DOORBELL: queue.doorbell,
+        queue_words.RESERVED: used,
+        queue_words.COMMITTED: used,
+        queue_words.READ: used,
+        queue_words.RING_BYTES: queue.ring_bytes,
+        queue_words.RECORD: record,
+        queue_words.TIMEOUT: queue_words.ticks(timeout_s),
+        queue_words.PEER: peer,
+        queue_words.DONE: used // queue_words.PACKET_BYTES,
+    }
+    offsets = range(0, queue_words.QUEUE_BYTES, 8)
+    return struct.pack(f"<{len(offsets)}Q", *(values.get(offset, 0) for offset in offsets))
+
+
 class Fabric(GpuFabric):
     """Made by `open_fabric`."""
 
@@ -122,7 +143,10 @@ class Fabric(GpuFabric):
             if self._device_queues is None:
                 queues = [self._open(peer, for_kernels=True) for peer in range(self.world_size)]
                 table = native.RocmWords(self.device, queue_words.QUEUE_BYTES * len(queues), "uncached")
-                words = b"".join(self._words_of(queue, peer) for peer, queue in enumerate(queues))
+                words = b"".join(
+                    words_of(queue, peer, self.record.address, self.timeout_s)
+                    for peer, queue in enumerate(queues)
+                )
                 self.device.write(table.address, words)
                 self._device_queue_memory = [table, *queues]
                 self._device_queues = DeviceQueues(table.address, len(queues))
@@ -133,28 +157,6 @@ class Fabric(GpuFabric):
         scratch = self.words.base + peer * self.words.stride + _SCRATCH_AT + _SCRATCH_BYTES * self.rank
         return self.sdma.open(
             peer, self._ring_bytes, scratch, for_kernels=for_kernels, timeout_s=self.timeout_s
-        )
-
-    def _words_of(self, queue: native.RocmQueue, peer: int) -> bytes:
-        """A queue as kernels see it. What its probe has used of the ring counts as used."""
-        used = queue.submitted_bytes
-        values = {
-            queue_words.RING: queue.ring,
-            queue_words.RPTR: queue.read_pointer,
-            queue_words.WPTR: queue.write_pointer,
-            queue_words.DOORBELL: queue.doorbell,
-            queue_words.RESERVED: used,
-            queue_words.COMMITTED: used,
-            queue_words.READ: used,
-            queue_words.RING_BYTES: queue.ring_bytes,
-            queue_words.RECORD: self.record.address,
-            queue_words.TIMEOUT: queue_words.ticks(self.timeout_s),
-            queue_words.PEER: peer,
-            queue_words.DONE: used // queue_words.PACKET_BYTES,
-        }
-        return struct.pack(
-            f"<{queue_words.QUEUE_BYTES // 8}Q",
-            *(values.get(offset, 0) for offset in range(0, queue_words.QUEUE_BYTES, 8)),
         )
 
     # ---- signals ----

@@ -14,8 +14,8 @@ themselves (device/flydsl) can be.
 
 from __future__ import annotations
 
+import ctypes
 import threading
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,10 +103,15 @@ class Queue(_Verbs):
                 "kernel that puts (mori_shmem.device.flydsl) can be"
             )
         with self._lock:
-            if self._faults:
-                packets = encode(fabric, self._faults.apply(steps))
             self._marked = False
-            self.core.submit(packets, self._ticket(), fabric.timeout_s)
+            if not self._faults:
+                self.core.submit(packets, self._ticket(), fabric.timeout_s)
+                return
+            at_once, held_back = self._faults.apply(steps)
+            self.core.submit(encode(fabric, at_once), self._ticket(), fabric.timeout_s)
+            if held_back:
+                gate = self._faults.gate(self.core)
+                self.core.submit(encode(fabric, held_back), gate, fabric.timeout_s)
 
     def _ticket(self) -> int:
         """What the packets wait for: 0, or a ticket that the caller's stream writes after its work."""
@@ -148,7 +153,7 @@ class Queue(_Verbs):
         return not self.core.reached(self.mark())
 
     def set_faults(self, *, drop_every: int = 0, delay_us: int = 0, reorder: bool = False) -> None:
-        """Test hook, as on the host target; a delay is slept by the caller."""
+        """Test hook, as on the host target; a delay holds a whole submission back."""
         with self._lock:
             asked = (drop_every, delay_us, reorder)
             self._faults = Faults(*asked) if any(asked) else None
@@ -161,17 +166,26 @@ class Faults:
         self._drop_every, self._delay_us, self._reorder = drop_every, delay_us, reorder
         self._num_copies = 0
 
-    def apply(self, steps: Sequence[Step]) -> list[Step]:
-        done: list[Step] = []
-        held: list[Step] = []
-        for step in steps:
-            if step[0] not in _COPIES:
-                done.append(step)
-                continue
-            self._num_copies += 1
-            if self._drop_every and self._num_copies % self._drop_every == 0:
-                continue
-            if self._delay_us:
-                time.sleep(self._delay_us * 1e-6)
-            (held if self._reorder else done).append(step)
-        return done + held
+    def apply(self, steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+        """What is submitted at once, and what only behind the gate."""
+        kept = [step for step in steps if step[0] not in _COPIES or not self._dropped()]
+        if self._reorder:
+            return [s for s in kept if s[0] not in _COPIES], [s for s in kept if s[0] in _COPIES]
+        return ([], kept) if self._delay_us else (kept, [])
+
+    def _dropped(self) -> bool:
+        self._num_copies += 1
+        return bool(self._drop_every) and self._num_copies % self._drop_every == 0
+
+    def gate(self, core: native.RocmQueue) -> int:
+        """A ticket that is written after the delay."""
+        ticket = core.next_ticket()
+
+        def write() -> None:
+            ctypes.c_uint64.from_address(core.go).value = ticket
+
+        delay_s = max(self._delay_us * 1e-6, _SIGNAL_EARLY_S if self._reorder else 0.0)
+        timer = threading.Timer(delay_s, write)
+        timer.daemon = True
+        timer.start()
+        return ticket
