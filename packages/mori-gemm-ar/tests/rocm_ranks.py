@@ -1,19 +1,22 @@
 """Programs of several ranks on the simulated node; the tests run them below `mori-sim run`.
 
-    rocm_ranks.py NAME WORLD_SIZE     prints what each rank found as one line of JSON, rank 0 first
+    rocm_ranks.py WORLD_SIZE NAME ...     prints what each rank found as one line of JSON, rank 0 first
 
 Every rank is a process with one simulated device, and uses the op as a caller does. On a machine with GPUs
 the same functions run on them (test_rocm_op.py).
 """
 
+import ctypes
 import json
 import os
 import signal
 import sys
 import time
+from unittest.mock import patch
 
 import mori_shmem
 import torch
+from flydsl.compiler.jit_function import JitFunction
 from mori_gemm_ar import GemmAllReduce, quantize, reference
 from mori_gemm_ar.options import MODES, QUANTS
 from mori_gemm_ar.plan import Plan
@@ -24,6 +27,7 @@ from mori_shmem.errors import ArgumentError, MoriError, UnsupportedShape
 from mori_shmem.testing import run_ranks_to_the_end
 
 N, K, M_MAX = 136, 160, 70  # neither is a multiple of a tile or of a block of scales
+WHOLE_K = 256  # operands that kernels take as they are, and no copies
 ROWS = (70, 17, 70, 3, 0, 17)  # two Ms in turn, a ragged last slice, fewer rows than ranks, none at all
 WIRES = {
     "bf16": {},
@@ -145,7 +149,7 @@ def queued_calls(world_size):
     with mori_shmem.init("rocm") as comm:
         for mode in MODES[1:]:
             for wire, options in WIRES.items():
-                with made(comm, mode, options) as op:
+                with made(comm, mode, options, k=WHOLE_K) as op:
                     found[f"{mode} {wire}"] = queue_and_check(comm, op)
     return found
 
@@ -155,7 +159,7 @@ def queue_and_check(comm, op):
     held = {}
     for m in rows:
         for turn in range(turns):
-            g = gx(m, N, K, comm.rank, "blockscale", turn=turn)
+            g = gx(m, N, WHOLE_K, comm.rank, "blockscale", turn=turn)
             held[m, turn] = op._gemm.partials(*in_window(comm, g.a, g.b), *scales_in_window(comm, g))
     for m in rows:
         runner.run(op.plan(m), 1, held[m, 0])
@@ -165,8 +169,56 @@ def queue_and_check(comm, op):
         runner._launch(runner._prepared[m], held[m, turn], None)
     runner._wait()
     m, turn = order[-1]
-    want = wanted(m, comm.world_size, "blockscale", op.options.gather_dtype, turn)
+    want = wanted(m, comm.world_size, "blockscale", op.options.gather_dtype, turn, k=WHOLE_K)
     return [] if torch.equal(runner.output(m).cpu(), want) else [f"rank {comm.rank}"]
+
+
+def replayed_graphs(world_size):
+    """GA-5: graphs of three Ms on one op, replayed in any order with new operands, an eager call in
+    between."""
+    found = {}
+    with mori_shmem.init("rocm") as comm:
+        for mode in MODES[1:]:
+            for wire, options in WIRES.items():
+                with made(comm, mode, options, k=WHOLE_K) as op:
+                    found[f"{mode} {wire}"] = replay_and_check(comm, op)
+    return found
+
+
+def replay_and_check(comm, op):
+    rows, runner, hip = (70, 17, 64), op._runner, ctypes.CDLL("libamdhip64.so")
+    stream, held, graphs, wrong = ctypes.c_void_p(), {}, {}, []
+    hip.hipStreamCreateWithFlags(ctypes.byref(stream), ctypes.c_uint(1))
+    for m in rows:
+        g = gx(m, N, WHOLE_K, comm.rank, "blockscale")
+        a, b = in_window(comm, g.a, g.b)
+        held[m] = b, op._gemm.partials(a, b, *scales_in_window(comm, g))
+        runner.run(op.plan(m), 1, held[m][1])
+        comm.barrier()
+        graphs[m] = captured(
+            comm, hip, stream, lambda m=m: runner._launch(runner._prepared[m], held[m][1], None)
+        )
+    for turn in range(3):
+        for m in rows:
+            held[m][0].copy_(gx(m, N, WHOLE_K, comm.rank, "blockscale", turn=turn).b)
+        for m in (70, 17, 64, 17, 70):
+            hip.hipGraphLaunch(graphs[m], stream)
+            hip.hipStreamSynchronize(stream)
+            want = wanted(m, comm.world_size, "blockscale", op.options.gather_dtype, turn, k=WHOLE_K)
+            wrong += [] if torch.equal(runner.output(m).cpu(), want) else [f"rank {comm.rank}, m={m}, {turn}"]
+        wrong += call(comm, op, 64, turn, k=WHOLE_K)
+    return wrong
+
+
+def captured(comm, hip, stream, queue):
+    """What `queue` launches, as a graph."""
+    graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+    with patch.object(comm.core, "callers_stream", lambda: stream.value):
+        assert hip.hipStreamBeginCapture(stream, ctypes.c_int(0)) == 0
+        queue()
+        assert hip.hipStreamEndCapture(stream, ctypes.byref(graph)) == 0
+    assert hip.hipGraphInstantiate(ctypes.byref(executable), graph, None, None, ctypes.c_size_t(0)) == 0
+    return executable
 
 
 def in_window(comm, *tensors):
@@ -304,8 +356,6 @@ def strides_and_capacity(world_size):
 
 def second_call(world_size):
     """A call of an M that was there before traces nothing, and reads no environment."""
-    from flydsl.compiler.jit_function import JitFunction
-
     found = {}
     with mori_shmem.init("rocm") as comm:
         for mode in MODES[1:]:
@@ -316,13 +366,13 @@ def second_call(world_size):
                     given[m] = on_device(comm, g.a, g.b, g.a_scale, g.b_scale)
                     op(*given[m])
                 traced, read = [], []
-                traces, environ = JitFunction._compile_or_execute, os.environ
-                JitFunction._compile_or_execute = lambda *args, **kwargs: traced.append(1)
-                os.environ = Recorded(environ, read)
-                try:
+                with (
+                    patch.object(
+                        JitFunction, "_compile_or_execute", lambda *a, noted=traced, **k: noted.append(1)
+                    ),
+                    patch.object(os, "environ", Recorded(os.environ, read)),
+                ):
                     outs = [op(*given[m]).cpu().clone() for m in (70, 17, 70)]
-                finally:
-                    JitFunction._compile_or_execute, os.environ = traces, environ
                 right = torch.equal(outs[2], wanted(70, world_size, "blockscale", "bf16", 0))
                 found[mode] = [*(["traced"] if traced else []), *read, *([] if right else ["wrong"])]
     return found
@@ -418,14 +468,17 @@ def refusals(world_size):
     return found
 
 
+def in_turn(functions, world_size):
+    """What each of them finds, by name; kernels are compiled once for all."""
+    return {function.__name__: function(world_size) for function in functions}
+
+
 def main():
-    name, world_size = sys.argv[1], int(sys.argv[2])
-    outcomes = run_ranks_to_the_end(globals()[name], world_size, world_size, timeout_s=500)
-    errors = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
+    functions, world_size = [globals()[name] for name in sys.argv[2:]], int(sys.argv[1])
+    outcomes = run_ranks_to_the_end(in_turn, world_size, functions, world_size, timeout_s=550)
     print("FOUND " + json.dumps([outcome.value for outcome in outcomes]), flush=True)
-    print("\n".join(errors), flush=True)
-    return 1 if errors else 0
+    print("\n".join(str(outcome.error) for outcome in outcomes if outcome.error), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -37,7 +37,7 @@ class PhaseClock:
 
     def _mark(self) -> torch.cuda.Event | int:
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             return event
         self._synchronize()

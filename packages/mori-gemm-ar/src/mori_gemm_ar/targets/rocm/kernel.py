@@ -22,6 +22,11 @@ import flydsl.compiler as flyc
 import flydsl.expr as fx
 
 
+def filled(struct: Any, *values: int) -> Any:
+    """A struct of arguments; type checkers do not see its fields."""
+    return struct(*values)
+
+
 class Kernel:
     """One compiled specialisation; shared by everything in a process that asks for the same one."""
 

@@ -64,7 +64,7 @@ from mori_gemm_ar.options import Options
 from mori_gemm_ar.plan import Phase, Plan, Wire
 from mori_gemm_ar.problem import FP8_BYTES
 from mori_gemm_ar.targets.rocm import limits
-from mori_gemm_ar.targets.rocm.kernel import Kernel
+from mori_gemm_ar.targets.rocm.kernel import Kernel, filled
 from mori_gemm_ar.targets.rocm.meet import FINISHED, PARTIALS, Meet, Start, meeter, starter
 from mori_gemm_ar.targets.rocm.pull import Pull, puller
 from mori_gemm_ar.targets.rocm.push import Gather, Scatter, gatherer, scatterer
@@ -122,7 +122,9 @@ class Launches:
 
     def start(self, plan: Plan) -> Launch:
         """Comes first, and only where ranks meet."""
-        args = Start(*self._here.place, plan.problem.m, self._puts(plan), plan.options.gather_bands or 1)
+        args = filled(
+            Start, *self._here.place, plan.problem.m, self._puts(plan), plan.options.gather_bands or 1
+        )
         return Launch(Phase.GEMM, starter(self._num_ranks), args, 1)
 
     def after_gemm(self, plan: Plan) -> list[Launch]:
@@ -188,7 +190,9 @@ class Launches:
     def _scatter(self, plan: Plan) -> Iterator[Launch]:
         here, layout, problem = self._here, self._layout, plan.problem
         rows = problem.m, problem.slice_rows
-        args = Scatter(*here.place, here.queues, layout.c_row(0), layout.landing_row(here.rank), *rows)
+        args = filled(
+            Scatter, *here.place, here.queues, layout.c_row(0), layout.landing_row(here.rank), *rows
+        )
         yield Launch(Phase.SCATTER, scatterer(self._num_ranks, self._n), args, 1)
 
     def _drain(self, plan: Plan) -> Iterator[Launch]:
@@ -196,7 +200,7 @@ class Launches:
 
     def _meet(self, plan: Plan, phase: Phase, what: int, *, tells: bool) -> Launch:
         here = self._here
-        args = Meet(*here.place, plan.problem.m, *here.waiting)
+        args = filled(Meet, *here.place, plan.problem.m, *here.waiting)
         return Launch(phase, meeter(self._num_ranks, what, tells=tells), args, 1)
 
     # ---- my slice ----
@@ -246,7 +250,7 @@ class Launches:
         if self.one_stage(plan):
             if problem.m:
                 out = here.mine + self._layout.output_row(0)
-                args = Sum(*self._sources(plan, 0), problem.m, out, 0)
+                args = filled(Sum, *self._sources(plan, 0), problem.m, out, 0)
                 yield Launch(Phase.REDUCE, self._reducer(plan), args, self._blocks(plan, problem.m))
             return
         rows = problem.slice_of(here.rank)
@@ -254,11 +258,13 @@ class Launches:
         if options.fuse_reduce_push:
             parts = options.gather_bands or 1
             part_rows = -(-problem.slice_rows // parts)
-            push = Push(*sum_args, here.base, here.stride, here.queues, part_rows, parts)
+            push = filled(Push, *sum_args, here.base, here.stride, here.queues, part_rows, parts)
             kernel = pusher(self._num_ranks, self._n, quantises=self._fp8, publish=options.publish or "")
             yield Launch(Phase.REDUCE, kernel, push, max(1, self._blocks(plan, part_rows)))
         elif rows.height:
-            yield Launch(Phase.REDUCE, self._reducer(plan), Sum(*sum_args), self._blocks(plan, rows.height))
+            yield Launch(
+                Phase.REDUCE, self._reducer(plan), filled(Sum, *sum_args), self._blocks(plan, rows.height)
+            )
 
     def _reducer(self, plan: Plan) -> Kernel:
         return reducer(self._num_ranks, self._n, quantises=plan.options.fuse_quantize)
@@ -274,7 +280,7 @@ class Launches:
         rows = plan.problem.slice_of(self._here.rank)
         if rows.height:
             values = self._here.mine + self._layout.output_row(rows.start)
-            args = Narrow(values, *self._staged(), rows.height)
+            args = filled(Narrow, values, *self._staged(), rows.height)
             blocks = min(limits.LOCAL_BLOCKS, -(-rows.height // WAVES))
             yield Launch(Phase.QUANTIZE, quantizer(self._n), args, blocks)
 
@@ -284,7 +290,9 @@ class Launches:
         here, layout = self._here, self._layout
         rows = plan.problem.slice_of(here.rank)
         at = self._staging_at() if self._fp8 else layout.output_row(rows.start)
-        args = Gather(*here.place, here.queues, at, layout.scale_row(self._slot), rows.height, *here.waiting)
+        args = filled(
+            Gather, *here.place, here.queues, at, layout.scale_row(self._slot), rows.height, *here.waiting
+        )
         sends = not plan.options.fuse_reduce_push
         yield Launch(Phase.GATHER, gatherer(self._num_ranks, self._n, fp8=self._fp8, sends=sends), args, 1)
 
@@ -292,8 +300,12 @@ class Launches:
         here, layout, problem = self._here, self._layout, plan.problem
         if problem.m:
             places = (layout.staging_row(0, 0, self._n), layout.scale_row(0), layout.output_row(0))
-            args = Widen(
-                *(here.mine + place for place in places), problem.m, problem.slice_rows, layout.slice_rows
+            args = filled(
+                Widen,
+                *(here.mine + place for place in places),
+                problem.m,
+                problem.slice_rows,
+                layout.slice_rows,
             )
             blocks = min(limits.LOCAL_BLOCKS, -(-problem.m // WAVES))
             yield Launch(Phase.DEQUANTIZE, dequantizer(self._n), args, blocks)
@@ -305,7 +317,8 @@ class Launches:
             return
         most = plan.options.pull_blocks or 1
         pieces = max(1, min(-(-most // self._num_ranks), problem.slice_rows))
-        args = Pull(
+        args = filled(
+            Pull,
             *here.place,
             self._staging_at(),
             layout.scale_row(0),

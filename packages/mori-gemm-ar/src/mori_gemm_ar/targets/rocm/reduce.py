@@ -14,6 +14,7 @@ workgroups.
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
 import functools
+import operator
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
@@ -44,12 +45,12 @@ class Sum:
 
 def sum_at(num_ranks, args, offset):
     """8 finished elements, bf16, at a byte offset of the slice."""
-    total = None
+    parts = []
     for s in range(num_ranks):
         source = (args.rank == s).select(args.own, args.sources + args.step * s)
-        part = fx.generic_load(dev.pointer(fx.BFloat16, source + offset, 16), count=PACK).to(fx.Float32)
-        total = part if total is None else total + part
-    return total.to(fx.BFloat16)
+        part = fx.generic_load(dev.pointer(fx.BFloat16, source + offset, 16), count=PACK)
+        parts.append(part.to(fx.Float32))
+    return functools.reduce(operator.add, parts).to(fx.BFloat16)
 
 
 def sum_of_row(num_ranks, n, args, row, lane):
