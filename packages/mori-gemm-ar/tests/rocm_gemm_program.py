@@ -61,12 +61,12 @@ def held(x):
 # ---- results whose arithmetic is fixed
 
 
-def exact(quant, m, n, k, shape, padding=0):
+def exact(quant, m, n, k, shape, padding=0, wire=WIRE):
     """GX: every product and sum is exact in bf16. The result is the host target's, byte for byte."""
     g = gx(m, n, k, 0, quant)
     a, b = (torch.full((len(x), k + padding), 3.0).to(torch.float8_e4m3fn) for x in (g.a, g.b))
     a[:, :k], b[:, :k] = g.a, g.b
-    got, operands = product(quant, a[:, :k], b[:, :k], g.a_scale, g.b_scale, shape)
+    got, operands = product(quant, a[:, :k], b[:, :k], g.a_scale, g.b_scale, shape, wire)
     want = g.exact().to(torch.bfloat16)
     assert torch.equal(got, want), ((got != want).nonzero()[:8], int((got != want).sum()))
     host = torch.empty(m, n, dtype=torch.bfloat16)
@@ -168,9 +168,12 @@ def mx_scales():
 
 
 def two_shapes():
-    """One kernel for every M and K: alternating, and twenty times in a row."""
+    """One kernel for every M and K: alternating, and twenty times in a row. It is traced once."""
+    wire, traces, begin = ToOutput(), [], ToOutput.begin
+    wire.begin = lambda args: (traces.append(args), begin(wire, args))
     for m, k in ((17, 256), (130, 128), (17, 256), *[(65, 384)] * 20):
-        exact("blockscale", m, 136, k, SMALLEST)
+        exact("blockscale", m, 136, k, SMALLEST, wire=wire)
+    assert len(traces) == 1
 
 
 def model_tile():
