@@ -10,6 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,15 +34,18 @@ class Outcome:
         return [line.split()[1] for line in self.output.splitlines() if line.startswith("ok ")]
 
 
-def simulate(*command: object, devices: int, timeout_s: float = 200, **variables: str) -> Outcome:
-    """`mori-sim run` of a program of tests/rocm, or of `python -c TEXT`; variables of the environment."""
+def simulate(
+    *command: object, devices: int, options: Sequence[str] = (), timeout_s: float = 200, **variables: str
+) -> Outcome:
+    """`mori-sim run` of a program of tests/rocm; `variables` are of the environment."""
+    run = [sys.executable, "-m", "mori_sim", "run", "--devices", str(devices), *options, "--"]
     program = [sys.executable, *map(str, command)]
     env = os.environ | {"PYTHONPATH": str(PROGRAMS), "MORI_SHMEM_BACKEND": "rocm"} | variables
     done = subprocess.run(
-        [sys.executable, "-m", "mori_sim", "run", "--devices", str(devices), "--", *program],
+        [*run, *program],
         cwd=PROGRAMS, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s,
     )  # fmt: skip
     return Outcome(done.returncode, done.stdout)
 
 
-STRICT = {"MORI_SIM_COHERENCE": "strict"}
+STRICT = ("--coherence", "strict")

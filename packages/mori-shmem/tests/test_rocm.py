@@ -5,6 +5,7 @@ Strict mode is on in every run: a missing fence, wait or cache bit fails it, wha
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,10 @@ ON_HOST = [
     "kernels_that_are_late",
     "test_SH_3_opening_and_closing_gives_everything_back",
 ]
-RANDOM = {"MORI_SIM_SCHEDULE": "random", "MORI_SIM_SEED": "11", "MORI_SIM_XCD_SEED": "5"}
-LAGGARD = {"MORI_SIM_SCHEDULE": "delay-rank", "MORI_SIM_DELAY_RANK": "1", "MORI_SIM_COPY_DELAY_US": "300"}
+ROUND_ROBIN = ("--schedule", "rr")
+RANDOM = ("--schedule", "random", "--seed", "11")
+LAGGARD = ("--schedule", "delay-rank", "--delay-rank", "1")
+SLOW_COPIES = {"MORI_SIM_COPY_DELAY_US": "300", "MORI_SIM_XCD_SEED": "5"}
 # 512 bytes hold 16 packets: the rings wrap all the time, and the puts of a kernel wait for room.
 SMALL_RING = {"MORI_SHMEM_RING_BYTES": "512"}
 
@@ -48,22 +51,33 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     [
         (2, RANDOM, "rocr", ON_DEVICE),
         (4, LAGGARD, "hsakmt", ["puts_fenced", "puts_through", "lanes", "batch", "push", "meet"]),
-        (8, {}, "rocr", ["puts_fenced", "lanes", "push", "meet"]),
+        (8, ROUND_ROBIN, "rocr", ["puts_fenced", "lanes", "push", "meet"]),
     ],
     ids=["2-random", "4-laggard", "8-round-robin"],
 )
 def test_kernels(
-    ranks: int, schedule: dict[str, str], way: str, names: list[str], cache: dict[str, str]
+    ranks: int, schedule: tuple[str, ...], way: str, names: list[str], cache: dict[str, str]
 ) -> None:
-    variables = STRICT | schedule | SMALL_RING | cache | {"MORI_SHMEM_SDMA": way}
-    outcome = simulate("on_device.py", ranks, *names, devices=ranks, **variables)
+    variables = SLOW_COPIES | SMALL_RING | cache | {"MORI_SHMEM_SDMA": way}
+    options = (*STRICT, *schedule)
+    outcome = simulate("on_device.py", ranks, *names, devices=ranks, options=options, **variables)
     assert outcome.ok == names, outcome.output
     assert outcome.code == 0, outcome.output
 
 
+def test_the_bench_runs_and_claims_no_hardware() -> None:
+    arguments = ("--backend", "rocm", "--world-size", 2, "--reps", 1, "--warmup", 1, "--max-bytes", 4096)
+    outcome = simulate("-m", "mori_shmem.bench", *arguments, devices=2, options=STRICT)
+    assert outcome.code == 0, outcome.output
+    rows = [json.loads(line[12:]) for line in outcome.output.splitlines() if line.startswith("RESULT_JSON ")]
+    assert {row["op"] for row in rows} == {"put", "put_signal", "signal_round_trip", "barrier"}
+    assert all(row["validated"] and row["backend"] == "rocm" for row in rows)
+    assert {row["device"] for row in rows} == {"software node (times are the simulator's)"}
+
+
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, RANDOM), (4, LAGGARD)], ids=["2-random", "4-laggard"])
-def test_host(ranks: int, schedule: dict[str, str], cache: dict[str, str]) -> None:
-    variables = STRICT | schedule | cache | {"MORI_SHMEM_RING_BYTES": "256"}
-    outcome = simulate("on_host.py", ranks, devices=ranks, **variables)
+def test_host(ranks: int, schedule: tuple[str, ...], cache: dict[str, str]) -> None:
+    variables = SLOW_COPIES | cache | {"MORI_SHMEM_RING_BYTES": "256"}
+    outcome = simulate("on_host.py", ranks, devices=ranks, options=(*STRICT, *schedule), **variables)
     assert outcome.ok == ON_HOST, outcome.output
     assert outcome.code == 0, outcome.output

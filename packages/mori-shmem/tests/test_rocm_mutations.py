@@ -63,9 +63,8 @@ FAULTS = {
     "reserve: no look at the room": "bad_pointer",
     "reserve: fills the ring to the last byte": "bad_pointer; read pointer 128, write pointer 640",
 }
-VARIABLES = STRICT | {
-    "MORI_SIM_SCHEDULE": "random",
-    "MORI_SIM_SEED": "1",
+OPTIONS = (*STRICT, "--schedule", "random", "--seed", "1")
+VARIABLES = {
     "MORI_SIM_SLICE": "16",  # waves interleave inside their critical sections
     "MORI_SIM_MAX_REPORTS": "100000",
     "FLYDSL_RUNTIME_ENABLE_CACHE": "0",
@@ -74,7 +73,7 @@ VARIABLES = STRICT | {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    outcome = simulate("mutations.py", *CAUGHT_BY, devices=2, **VARIABLES)
+    outcome = simulate("mutations.py", *CAUGHT_BY, devices=2, options=OPTIONS, **VARIABLES)
     lines = [line.removeprefix("found ") for line in outcome.output.splitlines() if line.startswith("found ")]
     return {line.rpartition(": ")[0]: line.rpartition(": ")[2] for line in lines} or {"": outcome.output}
 
@@ -90,7 +89,7 @@ def test_an_obligation_taken_away_is_noticed(name: str, found: dict[str, str]) -
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_obligation_taken_away_stops_the_engine(name: str) -> None:
-    outcome: Outcome = simulate("mutations.py", name, devices=2, **VARIABLES)
+    outcome: Outcome = simulate("mutations.py", name, devices=2, options=OPTIONS, **VARIABLES)
     assert outcome.code != 0
     assert FAULTS[name] in outcome.output, outcome.output
 

@@ -42,8 +42,9 @@ def open_fabric(mesh: Mesh, values: Snapshot, num_queues: int, deadline: Deadlin
     try:
         devices.check_environment()
         device = devices.open_device(mesh.rank)
-        told = [message.value for message in mesh.exchange("devices", device.bus_id, deadline)]
-        devices.check_devices(mesh.rank, told)
+        mine = (device.bus_id, device.ordinal)
+        told = [message.value for message in mesh.exchange("devices", mine, deadline)]
+        devices.check_devices(mesh.rank, [bus_id for bus_id, _ in told])
         control = host.open_fabric(mesh, values, num_queues, deadline)
     except native.CoreError as error:
         raise devices.cannot_start(mesh.rank, error) from error

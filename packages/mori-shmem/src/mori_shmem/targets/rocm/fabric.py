@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,11 @@ class Fabric(GpuFabric):
     """Made by `open_fabric`."""
 
     def __init__(
-        self, control: native.Fabric, device: native.RocmDevice, bus_ids: list[str], values: Snapshot
+        self,
+        control: native.Fabric,
+        device: native.RocmDevice,
+        places: Sequence[tuple[str, int]],
+        values: Snapshot,
     ) -> None:
         import torch
 
@@ -88,7 +93,7 @@ class Fabric(GpuFabric):
         self.device = device
         self.torch_device = f"cuda:{device.ordinal}" if self._on_hardware else "cpu"
         self.words: native.RocmWindow | None = None
-        self.sdma = Sdma(device, bus_ids, self.rank, values[SDMA])
+        self.sdma = Sdma(device, places, self.rank, values[SDMA])
         self._ring_bytes = values[RING_BYTES]
         self._queues: dict[tuple[int, int], Queue] = {}
         self._signals: Queue | None = None

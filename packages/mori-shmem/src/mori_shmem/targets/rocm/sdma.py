@@ -13,6 +13,7 @@ When no queue comes of it, the error lists every attempt and what was answered:
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mori_shmem.core import CoreError, native
@@ -40,11 +41,15 @@ class Attempt:
 class Sdma:
     """How this rank gets its queues."""
 
-    def __init__(self, device: native.RocmDevice, bus_ids: list[str], rank: int, setting: str) -> None:
-        self.device, self.bus_ids, self.rank = device, bus_ids, rank
+    def __init__(
+        self, device: native.RocmDevice, places: Sequence[tuple[str, int]], rank: int, setting: str
+    ) -> None:
+        """`places`: PCI address and ordinal of each rank's GPU."""
+        self.device, self.places, self.rank = device, places, rank
         self.ways = [way for way in WAYS if setting in ("auto", way)]
         self.way = ""  # of the last queue that was opened
         self._setting = setting
+        self._doubted = False
 
     def open(
         self, peer: int, ring_bytes: int, scratch: int, *, for_kernels: bool, timeout_s: float
@@ -53,12 +58,13 @@ class Sdma:
         attempts: list[Attempt] = []
         for way in self.ways:
             try:
-                recommended = self.device.recommended_engines(way, self.bus_ids[peer])
+                recommended = self.device.recommended_engines(way, self.places[peer][0])
             except CoreError as error:
                 attempts.append(Attempt(way, -1, answer_of(error)))
                 continue
+            self._doubt(recommended, peer)
             tried = engines.candidates(
-                recommended, self.rank, peer, len(self.bus_ids), for_kernels=for_kernels
+                recommended, self.rank, peer, len(self.places), for_kernels=for_kernels
             )
             for engine in tried:
                 try:
@@ -70,6 +76,14 @@ class Sdma:
                 self._tell(peer, queue, way, attempts)
                 return queue
         raise self._no_queue(peer, attempts)
+
+    def _doubt(self, recommended: int, peer: int) -> None:
+        """Say once that the driver and the table of the board differ; the driver's choice is used."""
+        mine, theirs = self.places[self.rank][1], self.places[peer][1]
+        doubt = engines.differs_from_table(recommended, mine, theirs, native.rocm_device_count())
+        if doubt and not self._doubted:
+            self._doubted = True
+            _LOG.warning("rank %d: %s; the driver's are used", self.rank, doubt)
 
     def _tell(self, peer: int, queue: native.RocmQueue, way: str, attempts: list[Attempt]) -> None:
         self.way = way
