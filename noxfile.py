@@ -25,6 +25,9 @@ nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", f"tests-{THIS_PYTHON}"]
 
+# What tests need and no extra may bring: mori-sim depends on mori-shmem.
+GROUPS = {"mori-shmem": ["--group=sim"]}
+
 per_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 
 SMOKE = {  # what must run from the wheel alone, away from the sources
@@ -63,7 +66,7 @@ def lint(session: nox.Session) -> None:
 @per_package
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, with what it declares and nothing else."""
-    sync(session, f"--package={package}", "--all-extras", "--group=dev")
+    sync(session, f"--package={package}", "--all-extras", "--group=dev", *GROUPS.get(package, ()))
     session.run("pytest", f"packages/{package}/tests", *session.posargs)
 
 
