@@ -24,6 +24,7 @@ ON_HOST = [
     "test_SH_5_quiet_means_that_the_bytes_are_there",
     "programs",
     "streams",
+    "a_signal_before_close_arrives",
     "test_SH_2_two_communicators_side_by_side",
     "test_SH_4_queues_that_do_not_exist_are_named",
     "test_GA_6_dropped_and_reordered_copies_fail_the_self_test",

@@ -173,6 +173,26 @@ def streams(comm: mori_shmem.Communicator) -> None:
         comm.barrier()
 
 
+def a_signal_before_close_arrives(comm: mori_shmem.Communicator) -> None:
+    """Rank 0's stands behind a kernel of 20 ms, and rank 0 leaves at once."""
+    import kernels
+    import mori_shmem.device.flydsl as dev
+    from bed import Bed
+
+    to, source = neighbours(comm)
+    bed = Bed(comm, dev)
+    bed.run(kernels.slow_pattern, 1)  # compiled
+    with mori_shmem.init("rocm", name="leaving") as leaving:
+        win = leaving.alloc(64)
+        leaving.barrier()
+        if comm.rank == 0:
+            bed.start(kernels.slow_pattern, 2)
+        leaving.signal(win.at(0, to), 1)
+        leaving.wait(win.at(0), 1, peer=source)
+    bed.finish()
+    comm.barrier()
+
+
 def test_SH_2_two_communicators_side_by_side(comm: mori_shmem.Communicator) -> None:
     to, source = neighbours(comm)
     first = comm.alloc(64)
@@ -248,6 +268,7 @@ CHECKS = (
     test_SH_5_quiet_means_that_the_bytes_are_there,
     programs,
     streams,
+    a_signal_before_close_arrives,
     test_SH_2_two_communicators_side_by_side,
     test_SH_4_queues_that_do_not_exist_are_named,
     test_GA_6_dropped_and_reordered_copies_fail_the_self_test,

@@ -13,13 +13,14 @@ leaves them alone afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mori_shmem.core import native
+from mori_shmem.core import CoreError, native
 from mori_shmem.deadline import Deadline
 from mori_shmem.device import queue_words
 from mori_shmem.errors import TransportInert
@@ -41,6 +42,7 @@ PROVE_AT, _SCRATCH_AT = _ROW_BYTES, 2 * _ROW_BYTES
 CONTROL_BYTES = _SCRATCH_AT + _SCRATCH_BYTES * 1024
 _COUNT_WORD = 8  # of the record's memory: how many barriers there have been
 _RECORD_BYTES = 128
+_DRAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,14 @@ class Fabric(GpuFabric):
     # ---- the end ----
 
     def close(self) -> None:
-        """Give everything back: queues first, so that no engine touches memory that goes."""
+        """Give everything back: queues first, so that no engine touches memory that goes. Signals that stand
+        behind work of the caller's stream get a moment to leave."""
         if self.closed:
             return
         self.closed = True
+        with contextlib.suppress(CoreError):
+            if self._signals:
+                self.await_idle(self.signals_are_out, _DRAIN_S, what="close")
         for queue in [*self._queues.values(), *([self._signals] if self._signals else [])]:
             del queue.core
         self._queues.clear()
