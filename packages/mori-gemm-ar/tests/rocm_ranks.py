@@ -26,9 +26,10 @@ from mori_gemm_ar.testing import gx, gx_want
 from mori_shmem.errors import ArgumentError, MoriError, UnsupportedShape
 from mori_shmem.testing import run_ranks_to_the_end
 
-N, K, M_MAX = 136, 160, 70  # neither is a multiple of a tile or of a block of scales
+N, K, M_MAX = 136, 160, 70  # two columns of tiles; neither is a multiple of a tile or block of scales
 WHOLE_K = 256  # operands that kernels take as they are, and no copies
 ROWS = (70, 17, 70, 3, 0, 17)  # two Ms in turn, a ragged last slice, fewer rows than ranks, none at all
+FUSED = ("fused-sdma", "fused-lsa")
 WIRES = {
     "bf16": {},
     "fp8 lsa": {"gather_dtype": "fp8", "gather_transport": "lsa"},
@@ -98,21 +99,34 @@ def call(comm, op, m, turn, n=N, k=K):
 
 def modes(world_size):
     """Every mode, quantisation and wire, as bytes: GX is exact, so they are the host target's."""
-    found = {}
+    found, rows = {}, ROWS if world_size <= 2 else ROWS[:3]
     with mori_shmem.init("rocm") as comm:
         for mode in MODES:
             for quant in QUANTS:
                 for wire, options in WIRES.items() if mode != "gemm-only" else [("bf16", {})]:
                     with made(comm, mode, options, quant=quant) as op:
                         found[f"{mode} {quant} {wire}"] = [
-                            w for turn, m in enumerate(ROWS) for w in call(comm, op, m, turn)
+                            w for turn, m in enumerate(rows) for w in call(comm, op, m, turn)
                         ]
+    return found
+
+
+def fused(world_size):
+    """The fused modes, for numbers of ranks that divide nothing."""
+    found = {}
+    with mori_shmem.init("rocm") as comm:
+        for mode in FUSED:
+            for wire in ("bf16", "fp8 lsa"):
+                with made(comm, mode, WIRES[wire]) as op:
+                    found[f"{mode} {wire}"] = [
+                        w for turn, m in enumerate(ROWS) for w in call(comm, op, m, turn)
+                    ]
     return found
 
 
 def option_cases(world_size):
     """Every option in every mode that takes it."""
-    found = {}
+    found, rows = {}, ROWS if world_size <= 2 else ROWS[:3]
     with mori_shmem.init("rocm") as comm:
         for mode in MODES[1:]:
             for name, options in OPTIONS.items():
@@ -122,7 +136,7 @@ def option_cases(world_size):
                     continue  # this mode would ignore it
                 with op:
                     found[f"{mode} {name}"] = [
-                        w for turn, m in enumerate(ROWS) for w in call(comm, op, m, turn)
+                        w for turn, m in enumerate(rows) for w in call(comm, op, m, turn)
                     ]
     return found
 
@@ -147,7 +161,7 @@ def queued_calls(world_size):
     """
     found = {}
     with mori_shmem.init("rocm") as comm:
-        for mode in MODES[1:]:
+        for mode in MODES[1:] if world_size <= 4 else FUSED:
             for wire, options in WIRES.items():
                 with made(comm, mode, options, k=WHOLE_K) as op:
                     found[f"{mode} {wire}"] = queue_and_check(comm, op)
@@ -474,6 +488,9 @@ def in_turn(functions, world_size):
 
 
 def main():
+    global N
+    if int(sys.argv[1]) > 2:
+        N = 120  # one column of tiles: many ranks have tiles enough
     functions, world_size = [globals()[name] for name in sys.argv[2:]], int(sys.argv[1])
     outcomes = run_ranks_to_the_end(in_turn, world_size, functions, world_size, timeout_s=550)
     print("FOUND " + json.dumps([outcome.value for outcome in outcomes]), flush=True)

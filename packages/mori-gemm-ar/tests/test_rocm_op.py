@@ -30,21 +30,23 @@ pytestmark = [
 ]
 
 ROUND_ROBIN, RANDOM, ONE_LATE = ("rr",), ("random", "--seed", "3"), ("delay-rank", "--delay-rank", "1")
-GROUPS = {  # ranks, schedule, functions: each of the large ones meets each schedule
+GROUPS = {  # ranks, schedule, functions of rocm_ranks.py
     (2, ROUND_ROBIN): (
         *("modes", "option_cases", "random_operands", "stages", "degenerate_rows"),
         *("strides_and_capacity", "second_call", "replayed_graphs"),
     ),
-    (2, RANDOM): ("modes", "many_calls", "queued_calls"),
-    (2, ONE_LATE): ("modes", "option_cases", "queued_calls"),
-    (4, ROUND_ROBIN): ("modes", "queued_calls"),
-    (4, RANDOM): ("modes", "option_cases", "replayed_graphs"),
-    (4, ONE_LATE): ("modes", "random_operands"),
+    (2, RANDOM): ("modes", "many_calls"),
+    (2, ONE_LATE): ("modes", "queued_calls"),
+    (4, ROUND_ROBIN): ("modes",),
+    (4, RANDOM): ("option_cases",),
+    (4, ONE_LATE): ("queued_calls",),
     (8, ROUND_ROBIN): ("modes",),
-    (8, RANDOM): ("many_calls", "stages"),
-    (8, ONE_LATE): ("queued_calls",),
-    (1, ROUND_ROBIN): ("modes", "option_cases"),
-    (5, RANDOM): ("many_calls",),
+    (8, RANDOM): ("queued_calls",),
+    (8, ONE_LATE): ("fused",),
+    (1, ROUND_ROBIN): ("modes",),
+    (3, RANDOM): ("fused",),
+    (5, ROUND_ROBIN): ("fused",),
+    (7, ONE_LATE): ("fused",),
 }
 
 

@@ -94,13 +94,19 @@ def _table(made: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def table_main(args: argparse.Namespace) -> int:
     """One rank's exit status; rank 0 prints."""
+    import torch.distributed as dist
+
     from mori_gemm_ar.bench.run import run
     from mori_gemm_ar.bench.tables import measured_arguments, print_table
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")  # one for all runs: a store is good for one
     done, rank = [], 0
     for run_args, cases in measured_arguments(args):
         found, rank = run(run_args, cases)
         done.append((run_args, found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
     right = all(measured.validated for _, found in done for measured in found.measured)
     if rank == 0:
         print_table(args, done)

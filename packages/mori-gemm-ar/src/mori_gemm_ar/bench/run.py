@@ -83,7 +83,8 @@ class Run:
 
 def run(args: argparse.Namespace, cases: list[Case]) -> tuple[Run, int]:
     """Collective: (what was found, this rank)."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+    begins_gloo = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if begins_gloo:
         dist.init_process_group("gloo")  # for the reference and the baseline
     with mori_shmem.init(args.backend) as comm:
         problem = Problem(args.m, args.n, args.k, comm.world_size)
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace, cases: list[Case]) -> tuple[Run, int]:
                 contender.op.close()
         device = _device_name(comm)
         found, rank = Run(problem, measured, refused, trace, comm.backend, device), comm.rank
-    if dist.is_initialized():
+    if begins_gloo:
         dist.destroy_process_group()
     return found, rank
 

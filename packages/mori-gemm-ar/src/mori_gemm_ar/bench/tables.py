@@ -138,7 +138,7 @@ def print_table(args: argparse.Namespace, done: Sequence[tuple[argparse.Namespac
 
 
 def _row(line: Line, run: Run, found: Measured | None) -> dict[str, object]:
-    row: dict[str, object] = {"case": line.name, "m": run.problem.m, "published_us": line.published_us}
+    row: dict[str, object] = {"case": line.name, "m": run.problem.m, "published_us": str(line.published_us)}
     if found is not None:
         row |= {
             "measured_us": found.timing.max_rank_time_us,
@@ -167,7 +167,7 @@ def _print_phases(run: Run) -> None:
         for name, us in zip(names, theirs, strict=True):
             phases_us = next((m.phases_us for m in run.measured if m.label == name), {})
             ours = sum(phases_us.values()) if phase == "layer" else phases_us.get(phase)
-            row[f"{name} published"], row[f"{name} measured"] = us, ours or None
+            row[f"{name} published"], row[f"{name} measured"] = us and str(us), ours or None
         rows.append(row)
     print("\nphases, us (slowest rank, median)")
     print(mori_bench.table(rows, columns))
