@@ -24,7 +24,8 @@ from mori_gemm_ar.testing import gx_want
 from rocm_node import Node, Op
 
 WORLD_SIZE, N, K, M_MAX = 2, 136, 128, 130
-CALLS = ((130, 0), (17, 1), (130, 1), (64, 0), (130, 0), (17, 0))
+CALLS = ((130, 0), (17, 1), (130, 1), (64, 0))
+LATE_CALLS = CALLS[:2]
 
 
 class Without:
@@ -171,9 +172,10 @@ def run(node, mode, options):
     for m, turn in set(CALLS):
         op.operands(m, turn)
     for late in (None, *range(node.world_size)):
-        taken = [op.queue(m, turn, late) for m, turn in CALLS]
+        calls = CALLS if late is None else LATE_CALLS
+        taken = [op.queue(m, turn, late) for m, turn in calls]
         wrong += ["deadline" for _ in op.settle()]
-        for (m, turn), results in zip(CALLS, taken, strict=True):
+        for (m, turn), results in zip(calls, taken, strict=True):
             want = gx_want(m, N, K, node.world_size, "blockscale", op.options.gather_dtype, turn=turn)
             wrong += ["result" for result in results if not torch.equal(result, want)]
     return wrong
@@ -199,7 +201,7 @@ class KeptKernel(Kernel):
 def main(report, names):
     for module in (gemm_kernel, meet, pull, push, quantize, reduce):
         module.Kernel = KeptKernel
-    node = Node(WORLD_SIZE, timeout_s=3.0)
+    node = Node(WORLD_SIZE, timeout_s=2.0)
     for name in names:
         (mode, options), left_out, _ = OMISSIONS[name]
         for factory in FACTORIES:

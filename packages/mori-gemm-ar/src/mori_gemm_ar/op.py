@@ -313,6 +313,8 @@ class GemmAllReduce:
 
     def close(self) -> None:
         """Give the window back. Local; twice is fine. Views of it stay readable."""
+        if not self._closed and (finish := getattr(getattr(self, "_runner", None), "finish", None)):
+            finish()  # where kernels outlive a call: they still use the window
         self._closed = True
         self._window.close()
 

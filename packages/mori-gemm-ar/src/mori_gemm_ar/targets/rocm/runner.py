@@ -37,6 +37,7 @@ OUTPUT, QUEUES, PEERS = ToOutput(), ToQueues(), ToPeers()
 WIRES: dict[str, Wire] = {"fused-sdma": QUEUES, "fused-lsa": PEERS}
 _AWAITED = {PARTIALS: "partial sums", FINISHED: "finished rows"}  # by `what` of a record
 _PAUSES_S = (50e-6, 5e-3)  # between two looks of the host, the first and the longest
+_FINISH_S = 5.0  # a call takes milliseconds, and one that failed may wait for its deadline
 _DEATH_GRACE_S = 0.25  # kernels that need no peer any more may end in this time after one has died
 
 
@@ -166,6 +167,12 @@ class Runner:
         self._window.tensor((self._layout.nbytes - data,), torch.uint8, data).fill_(0xFF)
         if self._comm.device.type == "cuda":
             torch.cuda.synchronize(self._comm.device)
+
+    def finish(self) -> None:
+        """Before the window goes: until no kernel uses it, but not for ever after a call that failed."""
+        core, give_up = self._comm.core, time.monotonic() + _FINISH_S
+        while not (core.closed or core.device.is_idle(core.callers_stream())) and time.monotonic() < give_up:
+            time.sleep(_PAUSES_S[0])
 
     def _wait(self) -> None:
         """Until this rank's kernels have ended. A wait of theirs that was late ends those behind it, too, so
