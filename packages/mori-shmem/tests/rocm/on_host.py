@@ -128,7 +128,9 @@ def programs(comm: mori_shmem.Communicator) -> None:
         program.put(win.at(16384, to), win.at(0), 4096)
         program.timestamp(win.at(stamps + 8))
         program.signal(win.at(arrived, to), round_)
+        last = comm.read(win.at(stamps))
         comm.queue(to).submit(program)
+        comm.wait(win.at(stamps), last, "!=")  # the queue has begun
         time.sleep(0.01)
         assert comm.read(win.at(arrived)) < round_
         comm.barrier()
