@@ -26,7 +26,9 @@ from mori_gemm_ar.testing import gx, gx_want
 from mori_shmem.errors import ArgumentError, MoriError, UnsupportedShape
 from mori_shmem.testing import run_ranks_to_the_end
 
-N, K, M_MAX = 136, 160, 70  # two columns of tiles; neither is a multiple of a tile or block of scales
+K, M_MAX = 160, 70  # K: not a multiple of a block of scales
+# Two columns of tiles, the second ragged; one for more than two ranks, which have tiles enough.
+N = 120 if sys.argv[1:] and sys.argv[1].isdigit() and int(sys.argv[1]) > 2 else 136
 WHOLE_K = 256  # operands that kernels take as they are, and no copies
 ROWS = (70, 17, 70, 3, 0, 17)  # two Ms in turn, a ragged last slice, fewer rows than ranks, none at all
 FUSED = ("fused-sdma", "fused-lsa")
@@ -488,9 +490,6 @@ def in_turn(functions, world_size):
 
 
 def main():
-    global N
-    if int(sys.argv[1]) > 2:
-        N = 120  # one column of tiles: many ranks have tiles enough
     functions, world_size = [globals()[name] for name in sys.argv[2:]], int(sys.argv[1])
     outcomes = run_ranks_to_the_end(in_turn, world_size, functions, world_size, timeout_s=550)
     print("FOUND " + json.dumps([outcome.value for outcome in outcomes]), flush=True)
