@@ -448,7 +448,7 @@ def missing_rank(world_size):
 def die_in_the_middle(world_size):
     """Rank 1 kills itself when it should make its second call; the others tell what they saw, and how
     late."""
-    comm = mori_shmem.init("rocm", timeout_s=20)
+    comm = mori_shmem.init("rocm", timeout_s=6)
     op = made(comm, "fused-sdma", self_test=False)
     call(comm, op, 70, 0)
     comm.barrier()
@@ -493,7 +493,8 @@ def main():
     functions, world_size = [globals()[name] for name in sys.argv[2:]], int(sys.argv[1])
     outcomes = run_ranks_to_the_end(in_turn, world_size, functions, world_size, timeout_s=550)
     print("FOUND " + json.dumps([outcome.value for outcome in outcomes]), flush=True)
-    print("\n".join(str(outcome.error) for outcome in outcomes if outcome.error), flush=True)
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    print("\n".join(f"{type(error).__name__}: {error}" for error in errors), flush=True)
 
 
 if __name__ == "__main__":

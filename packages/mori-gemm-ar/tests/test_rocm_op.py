@@ -140,3 +140,4 @@ def test_GA_6_engines_that_do_nothing_are_found_out_when_the_op_is_made() -> Non
     outcome = on_node(2, "modes", MORI_SIM_MISSING_ENGINES="0xffff")
     assert outcome.by_rank == [None, None]
     assert "TransportInert" in outcome.output, outcome.output[-4000:]
+    assert "its probe did not come back" in outcome.output

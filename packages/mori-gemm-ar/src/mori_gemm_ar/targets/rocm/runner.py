@@ -37,7 +37,8 @@ OUTPUT, QUEUES, PEERS = ToOutput(), ToQueues(), ToPeers()
 WIRES: dict[str, Wire] = {"fused-sdma": QUEUES, "fused-lsa": PEERS}
 _AWAITED = {PARTIALS: "partial sums", FINISHED: "finished rows"}  # by `what` of a record
 _PAUSES_S = (50e-6, 5e-3)  # between two looks of the host, the first and the longest
-_FINISH_S = 5.0  # a call takes milliseconds, and one that failed may wait for its deadline
+_ENGINES_S = 1.0  # for what copy engines still hold
+_FINISH_S = 5.0  # what kernels need behind a wait that was late
 _DEATH_GRACE_S = 0.25  # kernels that need no peer any more may end in this time after one has died
 
 
@@ -89,6 +90,7 @@ class Runner:
         self._launches = Launches(here_of(comm, window, options), layout, options)
         self._prepared: dict[int, Prepared] = {}
         self._number = 0
+        self._failed = False
 
     def run(
         self, plan: Plan, number: int, partials: Any, *, timed: bool = False
@@ -169,10 +171,13 @@ class Runner:
             torch.cuda.synchronize(self._comm.device)
 
     def finish(self) -> None:
-        """Before the window goes: until no kernel uses it, but not for ever after a call that failed."""
-        core, give_up = self._comm.core, time.monotonic() + _FINISH_S
+        """Before the window goes: until no kernel uses it. One whose peer has died gives up at its deadline,
+        and what follows it still runs: without its window an engine or a wave would fault."""
+        core, give_up = self._comm.core, time.monotonic() + self._comm.timeout_s + _FINISH_S
         while not (core.closed or core.device.is_idle(core.callers_stream())) and time.monotonic() < give_up:
             time.sleep(_PAUSES_S[0])
+        if self._failed:
+            time.sleep(_ENGINES_S)  # nobody waits for the puts of a call that failed
 
     def _wait(self) -> None:
         """Until this rank's kernels have ended. A wait of theirs that was late ends those behind it, too, so
@@ -183,6 +188,7 @@ class Runner:
             dead = [rank for rank, state in enumerate(core.peer_states()) if state == "dead"]
             now = time.monotonic()
             dead_since = (dead_since or now) if dead else None
+            self._failed = self._failed or bool(dead)
             if dead_since is not None and now - dead_since > _DEATH_GRACE_S:
                 raise PeerDied(
                     f"rank {self._comm.rank} of {self._comm.world_size}, in {self._doing}: rank "
@@ -205,7 +211,7 @@ class Runner:
             raise self._worded(error) from None
 
     def _worded(self, error: CoreError) -> MoriError:
-        info = error.info
+        self._failed, info = True, error.info
         what, _, _ = str(info.get("purpose", "")).removeprefix("flag ").partition("/")
         if info.get("what") == "kernel" and what == str(OTHER_M):
             return CollectiveMismatch(
