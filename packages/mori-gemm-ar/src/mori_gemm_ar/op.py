@@ -38,8 +38,9 @@ from mori_gemm_ar.problem import Problem
 from mori_gemm_ar.quant.operands import a_scale_grid, b_scale_grid, check_codes
 from mori_gemm_ar.quant.padding import pad_rows
 from mori_gemm_ar.reference import fp8_wire
+from mori_gemm_ar.rules import Rules
 from mori_gemm_ar.settings import PULL_BLOCKS, SELF_TEST, TABLE
-from mori_gemm_ar.support import Support, check_sizes, supports, window_bytes
+from mori_gemm_ar.support import Support, check_idle, check_sizes, supports, window_bytes
 from mori_gemm_ar.targets import target_for
 
 if TYPE_CHECKING:
@@ -70,9 +71,13 @@ class GemmAllReduce:
         gather_bands: int | None = None,
         publish: str | None = None,
         pull_blocks: int | None = None,
+        band_rows: int | None = None,
+        lag: int | None = None,
+        tuned: bool | None = None,
         self_test: bool | None = None,
     ) -> None:
-        """Collective. `self_test=False` (MORI_GEMM_AR_SELF_TEST=0) leaves out the proof of the transport."""
+        """Collective. `self_test=False` (MORI_GEMM_AR_SELF_TEST=0) leaves out the proof of the transport;
+        `tuned=False` (MORI_GEMM_AR_LAUNCH_CONFIG_MODE=MANUAL) the tuned rules, see rules.py."""
         self.settings = TABLE.read({PULL_BLOCKS: pull_blocks, SELF_TEST: self_test})
         target = target_for(comm.backend)
         self.options: Options = resolve(
@@ -87,9 +92,12 @@ class GemmAllReduce:
             gather_bands=gather_bands,
             publish=publish,
             pull_blocks=pull_blocks,
+            band_rows=band_rows,
+            lag=lag,
             default_pull_blocks=default_pull_blocks(self.settings, target),
         )
         check_sizes(comm.backend, n, k, m_max)
+        check_idle(comm.backend, {"band_rows": band_rows, "lag": lag})
         self.comm, self.n, self.k, self.m_max = comm, n, k, m_max
         self.trace: Trace | None = None  # set one, and every call adds its phases, bands and puts
         self.last_phases_us: dict[str, float] = {}  # of the last call on this rank, by phase
@@ -99,7 +107,14 @@ class GemmAllReduce:
         self._closed = False
         self._lock = threading.Lock()
         self._plan = functools.lru_cache(PLANS_KEPT)(self._plan_for)
-        self._compare_ranks()
+        numbers = {"chunks": chunks, "sdma_queues": sdma_queues, "gather_bands": gather_bands}
+        numbers |= {"pull_blocks": pull_blocks, "band_rows": band_rows, "lag": lag}
+        given = {name for name, value in numbers.items() if value is not None}
+        if self.settings.origin(PULL_BLOCKS) != "default":
+            given.add("pull_blocks")
+        self._compare_ranks({"tuned": tuned, "numbers given": sorted(given)})
+        self._rules = Rules(comm, self.options, n, k, given=given, tuned=tuned)
+        self._rules.options_for(m_max)  # says which rule won, or why none; a bad one is refused here
         self._layout = target.layout_for(m_max, n, comm.world_size, self.options)
         self._window = comm.alloc(self._layout.nbytes)
         try:
@@ -168,7 +183,9 @@ class GemmAllReduce:
         b_grid = b_scale_grid(b_scale, self.options.quant, self.n, self.k, self.comm.device)
         return self._run(m, self._gemm.partials(a, b, a_grid, b_grid), out)
 
-    def _run(self, m: int, partials: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _run(
+        self, m: int, partials: Any, out: torch.Tensor | None = None, plan: Plan | None = None
+    ) -> torch.Tensor:
         """One call on the target, its result copied to `out` while the op is still this thread's; whatever
         goes wrong in it ends the op."""
         if not self._lock.acquire(blocking=False):
@@ -179,7 +196,7 @@ class GemmAllReduce:
         try:
             self._check_usable()
             self._calls += 1
-            plan = self._plan(m)
+            plan = plan or self._plan(m)
             result, spans = self._runner.run(plan, self._calls, partials, timed=self.trace is not None)
             output: torch.Tensor = result if out is None else out.copy_(result)
         except BaseException as error:
@@ -199,8 +216,11 @@ class GemmAllReduce:
         return self._plan(m)
 
     def _plan_for(self, m: int) -> Plan:
+        return self._plan_with(m, self._rules.options_for(m))
+
+    def _plan_with(self, m: int, options: Options) -> Plan:
         problem = Problem(m, self.n, self.k, self.comm.world_size)
-        return Plan(problem, self.options, self._target.MAX_BAND_ROWS)
+        return Plan(problem, options, self._target.MAX_BAND_ROWS)
 
     # ---- proof ----
 
@@ -229,7 +249,8 @@ class GemmAllReduce:
         self._runner.poison(m)
         self.comm.barrier()  # nobody writes into a window that is still being filled
         try:
-            got = self._run(m, _Constant(float(self.comm.rank + 1)))
+            constant = _Constant(float(self.comm.rank + 1))
+            got = self._run(m, constant, plan=self._plan_with(m, self.options))  # no rule is for so few rows
         except PeerTimeout as late:
             return str(late)
         terms = range(1, world_size + 1) if self.options.communicates else (self.comm.rank + 1,)
@@ -288,9 +309,9 @@ class GemmAllReduce:
             )
         return m
 
-    def _compare_ranks(self) -> None:
+    def _compare_ranks(self, also: dict[str, Any]) -> None:
         """Collective: raise on every rank if any of them was given something else."""
-        mine = {"n": self.n, "k": self.k, "m_max": self.m_max, **dataclasses.asdict(self.options)}
+        mine = {"n": self.n, "k": self.k, "m_max": self.m_max, **dataclasses.asdict(self.options), **also}
         mine["self_test"] = self.settings[SELF_TEST]
         given = self.comm.all_gather(mine)
         differing = [

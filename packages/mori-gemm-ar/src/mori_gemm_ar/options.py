@@ -27,6 +27,8 @@ PUBLISH = ("writethrough", "fence")
 MAX_PARTS = 64  # chunks of a slice, bands of a gather: one flag each
 MAX_QUEUES = 8
 MAX_PULL_BLOCKS = 4096
+MAX_BAND_ROWS = 1 << 16
+MAX_LAG = 128
 
 DEFAULT_CHUNKS = 8  # 8x MI355X, M=15360: 1104.8 us, against 1434.0 us with one chunk
 DEFAULT_GATHER_BANDS = 4  # 8x MI355X: the best of 1, 4, 8, 16, 32, though no better than not fusing
@@ -47,6 +49,10 @@ class Options:
     gather_bands: int | None  # puts per peer of fuse_reduce_push
     publish: str | None  # how fuse_reduce_push hands a band over
     pull_blocks: int | None  # pieces that a pull is cut into, gather_transport lsa
+    band_rows: int | None = (
+        None  # fused kernels that push tiles: rows of a band; None: as the target was tuned
+    )
+    lag: int | None = None  # the same: how many bands local tiles stay behind remote ones
 
     @property
     def communicates(self) -> bool:
@@ -77,6 +83,8 @@ def resolve(
     gather_bands: int | None = None,
     publish: str | None = None,
     pull_blocks: int | None = None,
+    band_rows: int | None = None,
+    lag: int | None = None,
     default_pull_blocks: int = 1,
 ) -> Options:
     """The complete choice that the given ones lead to, or an ArgumentError with every reason against them."""
@@ -90,6 +98,8 @@ def resolve(
         "gather_bands": _in_range("gather_bands", gather_bands, MAX_PARTS),
         "publish": _one_of("publish", publish, PUBLISH),
         "pull_blocks": _in_range("pull_blocks", pull_blocks, MAX_PULL_BLOCKS),
+        "band_rows": _in_range("band_rows", band_rows, MAX_BAND_ROWS),
+        "lag": _in_range("lag", lag, MAX_LAG),
     }
     _one_of("mode", mode, MODES, optional=False)
     _one_of("quant", quant, QUANTS, optional=False)
@@ -110,6 +120,8 @@ def resolve(
         gather_bands=(gather_bands or DEFAULT_GATHER_BANDS) if pushes_bands else None,
         publish=(publish or "writethrough") if pushes_bands else None,
         pull_blocks=(pull_blocks or default_pull_blocks) if communicates and transport == "lsa" else None,
+        band_rows=band_rows,
+        lag=lag,
     )
     reasons = [
         f"{name}={value!r} {reason}"
@@ -141,6 +153,8 @@ def _against(name: str, chosen: Options) -> Iterator[str]:
         yield "has no effect without fuse_reduce_push=True"
     if name == "pull_blocks" and chosen.gather_transport != "lsa":
         yield "has no effect: nothing is pulled with gather_transport='sdma'"
+    if name in ("band_rows", "lag") and (chosen.mode != "fused-lsa" or chosen.gather_transport != "lsa"):
+        yield "has no effect: only mode='fused-lsa' that also gathers by 'lsa' works band by band"
 
 
 def _one_of(name: str, value: str | None, allowed: tuple[str, ...], *, optional: bool = True) -> str | None:

@@ -39,16 +39,17 @@ def supports(
 
 
 def window_bytes(backend: str, n: int, m_max: int, world_size: int, options: Mapping[str, Any]) -> int:
-    """What such an op allocates on each rank. `options` as for the constructor, self_test among them."""
+    """What such an op allocates on each rank. `options` as for the constructor."""
     for name, value in (("n", n), ("m_max", m_max), ("world_size", world_size)):
         if type(value) is not int or value < 1:
             raise UnsupportedShape(f"{name}={value!r}: a whole number of at least 1")
     known = inspect.signature(resolve).parameters.keys() - {"default_pull_blocks"}
-    given = {name: value for name, value in options.items() if name != "self_test"}
+    given = {name: value for name, value in options.items() if name not in ("self_test", "tuned")}
     if unknown := given.keys() - known:
         raise ArgumentError(
             f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}"
         )
+    check_idle(backend, options)
     nbytes: int = target_for(backend).layout_for(m_max, n, world_size, resolve(**given)).nbytes
     if nbytes > MAX_WINDOW_BYTES:
         raise UnsupportedShape(
@@ -56,6 +57,14 @@ def window_bytes(backend: str, n: int, m_max: int, world_size: int, options: Map
             f"{MAX_WINDOW_BYTES} can be had: use a smaller m_max"
         )
     return nbytes
+
+
+def check_idle(backend: str, given: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for an option that this target would ignore, with the target's reason."""
+    idle: Mapping[str, str] = target_for(backend).IDLE_OPTIONS
+    reasons = [f"{name}={given[name]!r} {idle[name]}" for name in idle if given.get(name) is not None]
+    if reasons:
+        raise ArgumentError(f"backend={backend!r}: " + "; ".join(reasons))
 
 
 def check_sizes(backend: str, n: int, k: int, m_max: int) -> None:

@@ -17,6 +17,7 @@ def target_for(backend: str) -> ModuleType:
     MAX_BAND_ROWS     rows of a band, ROW_MULTIPLE what padded_m rounds up to
     layout_for(...)   what lies where in the window, with its size as `nbytes`
     DEFAULT_PULL_BLOCKS
+    IDLE_OPTIONS      options that mean nothing here, each with the reason
     why_not(...)      the reason against a problem on this target, or None
     """
     if backend not in TARGETS:

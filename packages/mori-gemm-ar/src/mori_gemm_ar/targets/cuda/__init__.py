@@ -2,7 +2,22 @@
 memory."""
 
 from mori_gemm_ar.targets.cuda.gemm import Gemm
-from mori_gemm_ar.targets.cuda.limits import DEFAULT_PULL_BLOCKS, MAX_BAND_ROWS, ROW_MULTIPLE, why_not
+from mori_gemm_ar.targets.cuda.limits import (
+    DEFAULT_PULL_BLOCKS,
+    IDLE_OPTIONS,
+    MAX_BAND_ROWS,
+    ROW_MULTIPLE,
+    why_not,
+)
 from mori_gemm_ar.targets.cuda.runner import Runner, layout_for
 
-__all__ = ["DEFAULT_PULL_BLOCKS", "MAX_BAND_ROWS", "ROW_MULTIPLE", "Gemm", "Runner", "layout_for", "why_not"]
+__all__ = [
+    "DEFAULT_PULL_BLOCKS",
+    "IDLE_OPTIONS",
+    "MAX_BAND_ROWS",
+    "ROW_MULTIPLE",
+    "Gemm",
+    "Runner",
+    "layout_for",
+    "why_not",
+]

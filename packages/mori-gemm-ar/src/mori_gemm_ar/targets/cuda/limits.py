@@ -6,6 +6,7 @@ MAX_BAND_ROWS = 512  # of the plan; the kernel has bands of its own, see `Tuning
 ROW_MULTIPLE = 1  # the tensor maps end where the rows end
 DEFAULT_PULL_BLOCKS = 1  # nothing is pulled in pieces here
 MIN_K = 128
+IDLE_OPTIONS: dict[str, str] = {}
 
 # Rows of a band and how many bands local tiles stay behind remote ones; us at M = 4096, 8192, 16384:
 #   bf16  512/3: 205 373 699   512/2: 208 370 701   512/1: 217 386 735   256/3: 210 379 707

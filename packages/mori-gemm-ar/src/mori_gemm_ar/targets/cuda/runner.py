@@ -75,20 +75,21 @@ class Runner:
         sharing = self._comm.all_gather(str(properties.uuid)).count(str(properties.uuid))
         return max(2, properties.multi_processor_count // sharing // 2 * 2)
 
-    def _way(self, m: int) -> Way:
-        options, fp8 = self._options, self._options.gather_dtype == "fp8"
+    def _way(self, plan: Plan) -> Way:
+        m, options, fp8 = plan.problem.m, plan.options, self._options.gather_dtype == "fp8"
         scatter = "ce" if options.mode == "fused-sdma" else "lsa"
         gather = "ce" if options.gather_transport == "sdma" else "lsa"
         if "ce" in (scatter, gather):  # few large copies: each costs some 5 us beside its bytes
             slice_rows, chunks = -(-m // self._comm.world_size), options.chunks or 8
             chunk_rows = -(-slice_rows // chunks)
             return Way(scatter, gather, fp8, chunk_rows, None, 2 * (options.sdma_queues or 1))
-        return Way(scatter, gather, fp8, limits.FP8_BAND_ROWS if fp8 else limits.BF16_BAND_ROWS, limits.LAG)
+        band_rows = options.band_rows or (limits.FP8_BAND_ROWS if fp8 else limits.BF16_BAND_ROWS)
+        return Way(scatter, gather, fp8, band_rows, options.lag or limits.LAG)
 
-    def _make_call(self, m: int, partials: Partials) -> Call:
-        options, layout, comm = self._options, self._layout, self._comm
+    def _make_call(self, plan: Plan, partials: Partials) -> Call:
+        m, options, layout, comm = plan.problem.m, self._options, self._layout, self._comm
         fused = options.mode.startswith("fused")
-        way = self._way(m) if fused else Way()
+        way = self._way(plan) if fused else Way()
         fp8 = fused and way.fp8 and comm.world_size > 1
         kernel = _kernel(options.quant, self._tile_rows, fp8, comm.device.index or 0)
         return Call(
@@ -118,7 +119,7 @@ class Runner:
         if m:
             call = self._calls.get(m)
             if call is None:
-                call = self._calls[m] = self._make_call(m, partials)
+                call = self._calls[m] = self._make_call(plan, partials)
             call.set_operands(partials.operands)
             stream = torch.cuda.current_stream(self._comm.device)
             call.launch(stream)

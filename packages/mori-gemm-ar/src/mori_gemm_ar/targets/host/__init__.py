@@ -3,6 +3,21 @@
 from mori_gemm_ar.layout import layout_for
 from mori_gemm_ar.targets.host.gemm import Gemm
 from mori_gemm_ar.targets.host.launch import Runner
-from mori_gemm_ar.targets.host.limits import DEFAULT_PULL_BLOCKS, MAX_BAND_ROWS, ROW_MULTIPLE, why_not
+from mori_gemm_ar.targets.host.limits import (
+    DEFAULT_PULL_BLOCKS,
+    IDLE_OPTIONS,
+    MAX_BAND_ROWS,
+    ROW_MULTIPLE,
+    why_not,
+)
 
-__all__ = ["DEFAULT_PULL_BLOCKS", "MAX_BAND_ROWS", "ROW_MULTIPLE", "Gemm", "Runner", "layout_for", "why_not"]
+__all__ = [
+    "DEFAULT_PULL_BLOCKS",
+    "IDLE_OPTIONS",
+    "MAX_BAND_ROWS",
+    "ROW_MULTIPLE",
+    "Gemm",
+    "Runner",
+    "layout_for",
+    "why_not",
+]
