@@ -45,6 +45,7 @@ from mori_gemm_ar.targets import target_for
 
 if TYPE_CHECKING:
     from mori_bench import Trace
+    from mori_tune import Decision
 
 PROFITABLE_M = 4096  # 8x MI355X: below it a separate GEMM and all-reduce is as fast
 PLANS_KEPT = 256
@@ -214,6 +215,11 @@ class GemmAllReduce:
         """How a call of m rows is carried out."""
         self._check_rows(m)
         return self._plan(m)
+
+    def rule(self, m: int) -> Decision | None:
+        """Which tuned rule calls of m rows get, or why none; None where this target is not tuned."""
+        self._check_rows(m)
+        return self._rules.decision(m)
 
     def _plan_for(self, m: int) -> Plan:
         return self._plan_with(m, self._rules.options_for(m))
