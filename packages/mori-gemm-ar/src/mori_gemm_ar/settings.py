@@ -17,6 +17,13 @@ PULL_BLOCKS = TABLE.add(
         doc="number of pieces in which finished rows are pulled (lsa); unset: what the target was tuned to",
     )
 )
+DEBUG_REL_L2 = TABLE.add(
+    Setting(
+        "MORI_GEMM_AR_DEBUG_REL_L2",
+        False,
+        doc="whether calls of layers are compared with the unfused path, and the relative error logged",
+    )
+)
 SELF_TEST = TABLE.add(
     Setting("MORI_GEMM_AR_SELF_TEST", True, doc="whether an op proves its transport when it is made")
 )
