@@ -31,6 +31,7 @@ from mori_tune import (
     gemm_ar_space,
     hardware_of,
 )
+from mori_tune.spaces.gemm_ar import BAND_ROWS
 
 from mori_gemm_ar.options import (
     DEFAULT_CHUNKS,
@@ -180,7 +181,8 @@ def default_numbers(backend: str, options: Options, slice_rows: int) -> dict[str
         return {"pull_blocks": DEFAULT_PULL_BLOCKS}
     from mori_gemm_ar.targets.cuda import limits
 
-    rows = limits.FP8_BAND_ROWS if options.gather_dtype == "fp8" else limits.BF16_BAND_ROWS
+    tuned_to = limits.FP8_BAND_ROWS if options.gather_dtype == "fp8" else limits.BF16_BAND_ROWS
+    rows = min(tuned_to, next((rows for rows in BAND_ROWS if rows >= slice_rows), tuned_to))
     return {"band_rows": rows, "lag": min(limits.LAG, max(2, -(-slice_rows // rows)))}
 
 

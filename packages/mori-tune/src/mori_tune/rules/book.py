@@ -336,19 +336,26 @@ def agreed_book(book: Book, all_gather: Callable[[Any], list[Any]]) -> Book:
     books: list[Book] = all_gather(book.without_memory())
     chosen = next((rank for rank, b in enumerate(books) if b.all_tables() and not b.manual), 0)
     differing = [rank for rank, content in enumerate(every) if content != every[chosen]]
-    log.warning("%s: ranks %s see other rules than rank %d, whose are used", book.op, differing, chosen)
+    line = f"{book.op}: ranks {differing} see other rules than rank {chosen}, whose are used"
+    if is_news((line,)):
+        log.warning("%s", line)
     return books[chosen]
 
 
 _said: set[tuple[Any, ...]] = set()
 
 
+def is_news(cause: tuple[Any, ...]) -> bool:
+    """Whether this was not said yet in this process, and this process is the one that speaks."""
+    if cause in _said:
+        return False
+    _said.add(cause)
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def say(decision: Decision, report: str) -> None:
     """One line a rule and reason, on a machine's first rank: misses at WARNING, matches to stderr."""
-    if decision.cause in _said:
-        return
-    _said.add(decision.cause)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_news(decision.cause):
         return
     if report == "full":
         print("\n".join(f"mori-tune: {step}" for step in decision.steps), file=sys.stderr)
