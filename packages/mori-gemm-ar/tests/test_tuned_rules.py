@@ -1,4 +1,4 @@
-"""Tuned rules in the op: whose are used, for which M, what refuses them, and what the tuner sees of the op."""
+"""Tuned rules in the op: whose are used, for which M, what refuses them; what the tuner sees of the op."""
 
 from __future__ import annotations
 

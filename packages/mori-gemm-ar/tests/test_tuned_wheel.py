@@ -59,7 +59,7 @@ USES = """
     from mori_gemm_ar import GemmAllReduce
 
     assert "site" in mori_gemm_ar.__file__ and "site" in mori_tune.__file__
-    BASE = {"n": 256, "k": 256, "m_max": 130, "quant": "blockscale", "mode": "fused-sdma", "gather_dtype": "fp8"}
+    BASE = {"n": 256, "k": 256, "m_max": 130, "mode": "fused-sdma", "gather_dtype": "fp8"}
     OTHERS = [
         {}, {"n": 264}, {"k": 384}, {"m_max": 131}, {"quant": "ptpc"}, {"mode": "split-sdma"},
         {"gather_dtype": "bf16"}, {"gather_transport": "sdma"}, {"chunks": 1}, {"tuned": False},
