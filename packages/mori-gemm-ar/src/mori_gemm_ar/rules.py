@@ -73,12 +73,16 @@ class Rules:
         n: int,
         k: int,
         *,
+        target: str | None = None,
         given: Collection[str],
         tuned: bool | None,
     ) -> None:
-        """Collective. `given` are the options that the caller chose, `tuned` what he says of rules."""
+        """Collective. `given` are the options that the caller chose, `tuned` what he says of rules; `target`
+        has rules if it is the backend's own, which is the default."""
         self._options, self._n, self._k, self._num_ranks = options, n, k, comm.world_size
-        self._names = tuned_names(comm.world_size, comm.backend, options)
+        self._names = (
+            tuned_names(comm.world_size, comm.backend, options) if target in (None, comm.backend) else ()
+        )
         self._device = device_of(comm.backend, comm.device.index)
         chosen = [name for name in self._names if name in given]
         self._manual = (
