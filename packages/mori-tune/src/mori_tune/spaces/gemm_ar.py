@@ -3,21 +3,23 @@
 A mode has only the parameters that its phases read on that backend, so that no sweep measures the same thing
 twice:
 
-    parameter       backend     where                what it is
-    tile            rocm        every mode           rows x columns x depth of a workgroup's tile
-    chunks          all         fused-sdma           puts per destination; each is a whole number of row bands
-    sdma_queues     rocm        sdma carries         copy queues to each peer
-    reduce_blocks   rocm        ranks meet           grid of the reduction
-    pull_blocks     host, rocm  gather by lsa        pieces of a pull; throttles outstanding remote requests
-    gather_bands    rocm        gather by sdma       pieces in which reduced rows leave early; 0 = all at once
-    band_rows       cuda        fused-lsa by lsa     rows of a band, which is sent and signalled as one
-    lag             cuda        fused-lsa by lsa     bands that local tiles stay behind remote ones
+    parameter       backend     where               what it is
+    tile            rocm        every mode          rows x columns x depth of a workgroup's tile
+    chunks          host, rocm  fused-sdma          puts per destination; each is a whole number of row bands
+    sdma_queues     rocm        sdma carries        copy queues to each peer
+    reduce_blocks   rocm        ranks meet          grid of the reduction
+    pull_blocks     all         gather by lsa; of   pieces of a pull (host), or blocks that pull: throttles the
+                                cuda's, split-lsa   outstanding remote requests
+    gather_bands    rocm        gather by sdma      pieces in which reduced rows leave early; 0 = all at once
+    band_rows       cuda        fused modes         rows of a band, which is signalled, or copied, as one
+    lag             cuda        fused-lsa by lsa    bands that local tiles stay behind remote ones
 
-What cuda leaves out, and why: all phases are one persistent kernel there, so there is no reduction grid, and
-nothing is pulled in pieces. The tile follows from the slice: 256 x 128 from 512 rows on (2x H200, N=7168,
-K=2048: 111, 208, 402 us against 118, 223, 436 at M = 4096, 8192, 16384), 128 x 128 below, where whole tiles
-waste more. More than one pair of copy queues a peer is 12 % slower, one band of lag 5 %. With all of these a
-sweep of fused-sdma had 480 candidates, of which 4 differ in what they do.
+What cuda leaves out, and why: a fused call is one persistent kernel, so it has no reduction grid and pulls
+nothing; what engines copy is told by its rows, since each copy costs as much whatever the call. The tile
+follows from the slice: 256 x 128 from 512 rows on (2x H200, N=7168, K=2048: 111, 208, 402 us against 118, 223,
+436 at M = 4096, 8192, 16384), 128 x 128 below, where whole tiles waste more. More than one pair of copy queues
+a peer is 12 % slower, one band of lag 5 %. With all of these a sweep of fused-sdma had 480 candidates, of
+which 4 differ in what they do.
 
 On the host queues are threads of the same cores, and the reduction reads rows where they lie: what is left is
 chunks and pieces.
@@ -44,7 +46,9 @@ PIPELINE_STAGES = 2  # the least that hides a load behind a multiplication
 REDUCE_BLOCKS = (24, 64, 128, 256)
 PULL_BLOCKS = (32, 48, 64, 80, 128)
 HOST_PULL_BLOCKS = (4, 16, 64)
-BAND_ROWS = (256, 512, 768, 1024)
+CUDA_PULL_BLOCKS = (32, 64, 96, 132)
+BAND_ROWS = (256, 512, 768, 1024)  # of tiles that SMs push
+COPIED_ROWS = (512, 1024, 2048, 4096)  # of what a copy engine takes at a time
 LAGS = (2, 3, 4)
 
 
@@ -85,9 +89,16 @@ class GemmArShape:
         return -(-self.m // self.num_ranks)
 
     @property
-    def works_by_bands(self) -> bool:
-        """Whether tiles are pushed as they are finished, both ways."""
-        return self.backend == "cuda" and self.mode == "fused-lsa" and self.transport == "lsa"
+    def band_choices(self) -> tuple[int, ...]:
+        """Rows of a band to try, where calls go band by band; else none."""
+        if self.backend != "cuda" or not self.mode.startswith("fused"):
+            return ()
+        return BAND_ROWS if self.pushes else COPIED_ROWS
+
+    @property
+    def pushes(self) -> bool:
+        """Whether SMs push tiles as they are finished, both ways, and no copy engine takes part."""
+        return self.mode == "fused-lsa" and self.transport == "lsa"
 
 
 def tile_of(text: str) -> tuple[int, int, int]:
@@ -140,11 +151,11 @@ def bands_refuse(shape: GemmArShape) -> Callable[[Mapping[str, Any], Hardware], 
     def refuses(values: Mapping[str, Any], hardware: Hardware) -> str | None:
         if "band_rows" not in values:
             return None
-        smaller = [rows for rows in BAND_ROWS if shape.slice_rows <= rows < values["band_rows"]]
+        smaller = [rows for rows in shape.band_choices if shape.slice_rows <= rows < values["band_rows"]]
         if smaller:
             return f"a destination's {shape.slice_rows} rows are one band of {smaller[0]} already"
         bands = -(-shape.slice_rows // values["band_rows"])
-        if values["lag"] > max(bands, LAGS[0]):
+        if values.get("lag", 0) > max(bands, LAGS[0]):
             return f"a lag of {values['lag']} with {bands} bands is the same as one of {bands}"
         return None
 
@@ -179,12 +190,16 @@ def parameters_of(shape: GemmArShape) -> tuple[Parameter, ...]:
     tiles, found = TILES[shape.backend], []
     if tiles:
         found.append(Parameter("tile", tiles, tiles[:1]))
-    if shape.mode == "fused-sdma":
+    if shape.mode == "fused-sdma" and shape.backend != "cuda":
         found.append(Parameter("chunks", chunk_choices(shape)))
-    if shape.works_by_bands:
-        found += [Parameter("band_rows", BAND_ROWS, BAND_ROWS[:2]), Parameter("lag", LAGS, LAGS[:2])]
+    if shape.band_choices:
+        found.append(Parameter("band_rows", shape.band_choices, shape.band_choices[:2]))
+    if shape.band_choices and shape.pushes:
+        found.append(Parameter("lag", LAGS, LAGS[:2]))
     if shape.backend == "host" and shape.transport == "lsa":
         found.append(Parameter("pull_blocks", HOST_PULL_BLOCKS, HOST_PULL_BLOCKS[::2]))
+    if shape.backend == "cuda" and shape.mode == "split-lsa" and shape.transport == "lsa":
+        found.append(Parameter("pull_blocks", CUDA_PULL_BLOCKS, CUDA_PULL_BLOCKS[1::2]))
     return (*found, *(rocm_parameters(shape) if shape.backend == "rocm" else ()))
 
 
