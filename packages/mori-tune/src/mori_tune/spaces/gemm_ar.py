@@ -8,18 +8,18 @@ twice:
     chunks          host, rocm  fused-sdma          puts per destination; each is a whole number of row bands
     sdma_queues     rocm        sdma carries        copy queues to each peer
     reduce_blocks   rocm        ranks meet          grid of the reduction
-    pull_blocks     all         gather by lsa; of   pieces of a pull (host), or blocks that pull: throttles the
-                                cuda's, split-lsa   outstanding remote requests
+    pull_blocks     all         gather by lsa; of   pieces of a pull (host), or blocks that pull: throttles
+                                cuda's, split-lsa   the outstanding remote requests
     gather_bands    rocm        gather by sdma      pieces in which reduced rows leave early; 0 = all at once
     band_rows       cuda        fused modes         rows of a band, which is signalled, or copied, as one
     lag             cuda        fused-lsa by lsa    bands that local tiles stay behind remote ones
 
 What cuda leaves out, and why: a fused call is one persistent kernel, so it has no reduction grid and pulls
 nothing; what engines copy is told by its rows, since each copy costs as much whatever the call. The tile
-follows from the slice: 256 x 128 from 512 rows on (2x H200, N=7168, K=2048: 111, 208, 402 us against 118, 223,
-436 at M = 4096, 8192, 16384), 128 x 128 below, where whole tiles waste more. More than one pair of copy queues
-a peer is 12 % slower, one band of lag 5 %. With all of these a sweep of fused-sdma had 480 candidates, of
-which 4 differ in what they do.
+follows from the slice: 256 x 128 from 512 rows on (2x H200, N=7168, K=2048: 111, 208, 402 us against 118,
+223, 436 at M = 4096, 8192, 16384), 128 x 128 below, where whole tiles waste more. More than one pair of
+copy queues a peer is 12 % slower, one band of lag 5 %. With all of these a sweep of fused-sdma had 480
+candidates, of which 4 differ in what they do.
 
 On the host queues are threads of the same cores, and the reduction reads rows where they lie: what is left is
 chunks and pieces.
