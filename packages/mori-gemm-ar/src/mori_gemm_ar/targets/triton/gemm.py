@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
+import triton  # type: ignore[import-untyped]
 
 from mori_gemm_ar.problem import Rows
 from mori_gemm_ar.quant.quantize import blocks_of
