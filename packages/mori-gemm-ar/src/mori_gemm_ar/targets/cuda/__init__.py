@@ -3,15 +3,21 @@ memory."""
 
 from mori_gemm_ar.targets.cuda.gemm import Gemm
 from mori_gemm_ar.targets.cuda.limits import (
+    DEFAULT_CHUNKS,
+    DEFAULT_GATHER_SCALE,
     DEFAULT_PULL_BLOCKS,
     IDLE_OPTIONS,
     MAX_BAND_ROWS,
     ROW_MULTIPLE,
+    profitable_m,
+    refuses,
     why_not,
 )
 from mori_gemm_ar.targets.cuda.runner import Runner, layout_for
 
 __all__ = [
+    "DEFAULT_CHUNKS",
+    "DEFAULT_GATHER_SCALE",
     "DEFAULT_PULL_BLOCKS",
     "IDLE_OPTIONS",
     "MAX_BAND_ROWS",
@@ -19,5 +25,7 @@ __all__ = [
     "Gemm",
     "Runner",
     "layout_for",
+    "profitable_m",
+    "refuses",
     "why_not",
 ]

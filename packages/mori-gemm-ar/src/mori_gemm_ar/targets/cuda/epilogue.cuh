@@ -36,9 +36,8 @@ DEVICE void write_half(const float (&values)[64], uint32_t half) {
 }
 
 // A half through e4m3: `values` become what their codes stand for, so that all ranks hold the same output. A row and 128
-// columns share a scale; scale[i] is that of the thread's row i. The codes themselves are not kept, registers are short:
-// value / scale rounds to the same code again.
-DEVICE float inverse_of(float scale) { return scale > 0.f ? 1.f / scale : 0.f; }
+// columns share a scale, largest / 448, NaN where they hold a NaN; scale[i] is that of the thread's row i. The codes themselves
+// are not kept, registers are short: value * (1 / scale) rounds to the same code again.
 DEVICE void quantise_half(float (&scale)[2], float (&values)[64]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -48,10 +47,10 @@ DEVICE void quantise_half(float (&scale)[2], float (&values)[64]) {
       float &low = values[4 * j + 2 * i], &high = values[4 * j + 2 * i + 1];
       const uint32_t pair = to_bf16x2(low, high);  // the sum is a bf16 number before it is quantised
       low = bf16_low(pair), high = bf16_high(pair);
-      largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
+      largest = max_nan(largest, max_nan(fabsf(low), fabsf(high)));
     }
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    largest = max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = max_nan(largest, __shfl_xor_sync(~0u, largest, 2));
     scale[i] = largest / 448.f;
     const float inverse = inverse_of(scale[i]);
 #pragma unroll
