@@ -6,6 +6,7 @@
     crossover  from which M on fusing pays (cuda_crossover.py)
     phases     where the time of a call goes, and how it depends on the grids (cuda_phases.py)
     soak       thousands of calls of random size, each compared bit for bit (cuda_soak.py)
+    kernels    every kernel once at a small size, for compute-sanitizer (cuda_kernels.py)
 
 How it measures stands in cuda_measure.py. Each of our rows is compared with the library's product and
 all-reduce in fp32 before it is timed, and the exit status is 1 if one was off. `floor` is the wire at the
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from mori_gemm_ar import GemmAllReduce
 from mori_gemm_ar.bench.cuda_crossover import SIZES, crossover
+from mori_gemm_ar.bench.cuda_kernels import every_kernel
 from mori_gemm_ar.bench.cuda_measure import (
     Calls,
     Operands,
@@ -175,7 +177,11 @@ def _soak(comm: mori_shmem.Communicator, args: argparse.Namespace) -> bool:
     return soak(comm, args.calls, max(args.m or [4096]), args.n, args.k)
 
 
-PARTS = {"table": table, "crossover": _crossover, "phases": _phases, "soak": _soak}
+def _kernels(comm: mori_shmem.Communicator, args: argparse.Namespace) -> bool:
+    return every_kernel(comm)
+
+
+PARTS = {"table": table, "crossover": _crossover, "phases": _phases, "soak": _soak, "kernels": _kernels}
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import torch
 from mori_gemm_ar import GemmAllReduce
 from mori_gemm_ar.bench.cuda_measure import Calls, make_operands, time_rows, unfused
 
-SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
 FUSED = {
     "fused-lsa": {"mode": "fused-lsa"},
     "fused-lsa fp8": {"mode": "fused-lsa", "gather_dtype": "fp8"},
