@@ -102,9 +102,13 @@ def ways_to_load() -> list[bool]:
             same.append(set(first.state_dict()) == {"weight", "weight_scale", "bias"})
             bare = RowParallelLinear(linear.in_features, N, bias=False, op=first.op, copy=False)
             bare.load(2 * whole)
-            view, other = bare(x), again(x)
+            view = bare(x)
             same.append(view.data_ptr() == first.op(*operands(bare, x)).data_ptr())
-            same.append(torch.equal(other, want))  # a copy outlives the calls of those that share the op
+            kept = view.clone()
+            bare.copy = True
+            copied = bare(x)
+            same.append(torch.equal(again(x), want))  # overwrites the window of all that share the op
+            same.append(torch.equal(copied, kept) and not torch.equal(view, kept))
             again.close()  # not the owner: the op goes on
             same.append(torch.equal(first(x), want))
             same.append("in_features=512, out_features=136, bias=True, ranks=2, m_max=8" in repr(first))
