@@ -21,6 +21,7 @@ from mori_tune import (
     GEMM_AR,
     Candidate,
     Device,
+    GemmArShape,
     Place,
     Problem,
     Query,
@@ -31,10 +32,9 @@ from mori_tune import (
     gemm_ar_space,
     hardware_of,
 )
-from mori_tune.spaces.gemm_ar import BAND_ROWS
+from mori_tune.spaces.gemm_ar import LAGS
 
 from mori_gemm_ar.options import (
-    DEFAULT_CHUNKS,
     GATHER_DTYPES,
     GATHER_TRANSPORTS,
     MODES,
@@ -59,7 +59,7 @@ SIZES = {  # by backend: m, n, k unless asked
     "cuda": ((4096, 8192, 16384), (7168,), 2048),
 }
 TUNED_MODES = {"host": ("fused-sdma",), "cuda": ("fused-lsa", "fused-sdma")}
-KERNEL_BAND_ROWS = {"host": 64, "cuda": 256}  # what a chunk is made of
+HOST_BAND_ROWS = 64  # what a chunk is made of there
 
 
 def words_of(allowed: Sequence[str]) -> Any:
@@ -144,10 +144,8 @@ class GemmAr:
 
     def space(self, problem: Problem, device: Device) -> Space:
         m, _, _, num_ranks = sizes_of(problem)
-        rows = KERNEL_BAND_ROWS[device.backend]
-        space = gemm_ar_space(
-            hardware_of(device), shape_of(m, num_ranks, device.backend, options_of(problem), rows)
-        )
+        shape = shape_of(m, num_ranks, device.backend, options_of(problem), HOST_BAND_ROWS)
+        space = gemm_ar_space(hardware_of(device), shape)
         if not space.parameters:
             raise SpaceError(f"{problem}: nothing to tune on {device.backend}; leave this mode or wire out")
         return space
@@ -155,12 +153,8 @@ class GemmAr:
     def default(self, problem: Problem, device: Device) -> Candidate:
         """What runs without a rule, in the words of the space."""
         m, _, _, num_ranks = sizes_of(problem)
-        shape = shape_of(m, num_ranks, device.backend, options_of(problem), KERNEL_BAND_ROWS[device.backend])
-        bands = shape.num_bands({})
-        numbers = {
-            "chunks": max(c for c in range(1, DEFAULT_CHUNKS + 1) if bands % c == 0),
-            **default_numbers(device.backend, options_of(problem), shape.slice_rows),
-        }
+        shape = shape_of(m, num_ranks, device.backend, options_of(problem), HOST_BAND_ROWS)
+        numbers = host_numbers(shape) if device.backend == "host" else cuda_numbers(shape)
         return Candidate.of({p.name: numbers[p.name] for p in self.space(problem, device).parameters})
 
     def device(self, backend: str) -> Device:
@@ -173,17 +167,25 @@ class GemmAr:
         return Session(problem, communicator(device.backend), place.seed)
 
 
-def default_numbers(backend: str, options: Options, slice_rows: int) -> dict[str, int]:
-    """The target's own numbers, a band no larger than a slice needs and no lag beyond the bands."""
-    if backend == "host":
-        from mori_gemm_ar.targets.host.limits import DEFAULT_PULL_BLOCKS
+def host_numbers(shape: GemmArShape) -> dict[str, int]:
+    """What the host takes without a rule; of `chunks`, what becomes of the most."""
+    from mori_gemm_ar.targets.host import limits
 
-        return {"pull_blocks": DEFAULT_PULL_BLOCKS}
+    chunks = max(c for c in range(1, limits.DEFAULT_CHUNKS + 1) if shape.num_bands({}) % c == 0)
+    return {"chunks": chunks, "pull_blocks": limits.DEFAULT_PULL_BLOCKS}
+
+
+def cuda_numbers(shape: GemmArShape) -> dict[str, int]:
+    """What the cuda target takes without a rule; a band no larger than a slice, no lag beyond the bands."""
     from mori_gemm_ar.targets.cuda import limits
 
-    tuned_to = limits.FP8_BAND_ROWS if options.gather_dtype == "fp8" else limits.BF16_BAND_ROWS
-    rows = min(tuned_to, next((rows for rows in BAND_ROWS if rows >= slice_rows), tuned_to))
-    return {"band_rows": rows, "lag": min(limits.LAG, max(2, -(-slice_rows // rows)))}
+    if shape.pushes:
+        rows = limits.FP8_BAND_ROWS if shape.gather_dtype == "fp8" else limits.BF16_BAND_ROWS
+    else:
+        rows = max(-(-shape.slice_rows // limits.DEFAULT_CHUNKS), limits.LEAST_CHUNK_ROWS)
+    rows = min(rows, next((choice for choice in shape.band_choices if choice >= shape.slice_rows), rows))
+    lag = min(limits.LAG, max(LAGS[0], -(-shape.slice_rows // rows)))
+    return {"band_rows": rows, "lag": lag, "pull_blocks": limits.DEFAULT_PULL_BLOCKS}
 
 
 def own_gpu() -> int:
