@@ -15,6 +15,7 @@ from mori_shmem.errors import ArgumentError
 
 from mori_gemm_ar.options import (
     GATHER_DTYPES,
+    GATHER_SCALES,
     GATHER_TRANSPORTS,
     MODES,
     PUBLISH,
@@ -33,6 +34,7 @@ WIRE_OPTIONS = (
     "gather_bands",
     "publish",
     "pull_blocks",
+    "gather_scale",
 )
 FP8_MODE = "fused-sdma"  # the one whose fp8 wires `all` shows without being asked
 
@@ -79,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--fuse-reduce-push", action=flag, help="push finished rows from inside the reduce")
     group.add_argument("--gather-bands", type=int, metavar="N", help="in so many parts")
     group.add_argument("--publish", choices=PUBLISH, help="how a part is handed to the copy engines")
+    group.add_argument("--gather-scale", choices=GATHER_SCALES, help="what a scale of the fp8 wire covers")
     group.add_argument("--pull-blocks", type=int, metavar="N", help="pieces that a pull is cut into")
     group.add_argument(
         "--compare",

@@ -118,7 +118,7 @@ def time_rows(calls: Calls, reps: int, comm: mori_shmem.Communicator) -> dict[st
     )
 
 
-def enqueue_us(call: Callable[[], object], comm: mori_shmem.Communicator, calls: int = 20) -> float:
+def enqueue_us(call: Callable[[], object], comm: mori_shmem.Communicator, calls: int = 10) -> float:
     """What one eager call costs the host until it returns, the GPU being idle before and the queue short:
     the least of ten runs of `calls` calls, the slowest rank."""
     from time import perf_counter

@@ -88,22 +88,15 @@ DEVICE bool store_item(int i, int wg, const Items& items, const Tile& tile, uint
   return true;
 }
 
-#if TRACE
-#define MARK(event) p.trace[(((int64_t)blockIdx.x * 2 + wg) * 64 + round_of_tiles) * 8 + (event)] = now_ns()
-#else
-#define MARK(event)
-#endif
-
 DEVICE void run_courier(int wg, uint32_t shared, uint32_t bars, int cta, unsigned epoch, const Maps& maps, const Params& p) {
   const int tiles = num_tiles(p);
   uint32_t parity = 0;
   Owed owed = {0, 0, 0};
-  for (int round_of_tiles = 0;; ++round_of_tiles) {
-    const int t = number_of(round_of_tiles, bars);
+  for (int i_tile = 0;; ++i_tile) {
+    const int t = number_of(i_tile, bars);
     if (t >= tiles) break;
     const Tile tile = tile_at(t, cta, p);
     const Items items = items_of(tile, p);
-    MARK(0);
     if (items.reduces) {
       bool ready = true;
       for (int s = 0; s < p.world; ++s) ready = ready && (s == p.rank || has_come(p.arrived[s] + tile.band, epoch));
@@ -115,20 +108,16 @@ DEVICE void run_courier(int wg, uint32_t shared, uint32_t bars, int cta, unsigne
       }
       fence_async();
     }
-    MARK(1);
     // A buffer is offered as soon as the previous tile's store has read it: the link must not run dry between tiles.
     stores_wait_read();
     for (int i = 0; i < HALVES; ++i) offer_item(i, wg, items, tile, shared, bars, p);
-    MARK(2);
     if (owed.total && !barrier_test(TAKEN(wg, 0), parity)) {  // the consumer still multiplies: settle now
       stores_wait();
       settle(owed, epoch, p);
     }
-    MARK(3);
     for (int i = 0; i < items.total; ++i) {
       const int buffer = i % HALVES;
       barrier_wait(TAKEN(wg, buffer), parity);
-      if (i == 0) MARK(4);
       const bool stored = store_item(i, wg, items, tile, shared, maps, p);
       if (i == 0 && owed.total) {  // the consumer was faster than the link: its data first, then the count of the tile before
         if (stored) stores_wait_but_half();
@@ -141,7 +130,6 @@ DEVICE void run_courier(int wg, uint32_t shared, uint32_t bars, int cta, unsigne
       }
       if (buffer == HALVES - 1) parity ^= 1;
     }
-    MARK(5);
     if (p.world > 1) owed.total = parts_of_band(tile.owner, tile.band, p), owed.owner = tile.owner, owed.band = tile.band;
   }
   stores_wait();

@@ -115,14 +115,14 @@ class Call:
         *,
         grid: int,
         queues: SideStreams | None = None,
-        timeout_s: float = 10.0,
-        fault: int | None = None,
+        fault: int,
+        timeout_s: float,
         into: str = "out",
     ) -> None:
         """`bases` of one rank make it a product alone, whose rows go to the region `into`.
 
         queues what copies are spread over, where the way has any
-        fault  where a wait that runs out of time is written down, in place of the window's own record
+        fault  where a wait that runs out of time is written down
         """
         self.m, self.n, self.k = shape
         self._kernel, self._rank, self._bases, self._regions, self._way = kernel, rank, bases, regions, way
@@ -206,10 +206,9 @@ class Call:
                     bases[r] + at.flag("arrived" + flavour, me),
                 )
         p.out = self.out(me)
-        for name in ("count", "step", "exits", "tickets", "fault"):
+        for name in ("count", "step", "exits", "tickets"):
             setattr(p, name, bases[me] + at.offsets[name])
-        if self._fault is not None:
-            p.fault = self._fault
+        p.fault = self._fault
         p.timeout_ns = int(timeout_s * 1e9)
         return p
 

@@ -22,8 +22,16 @@ BF16_BAND_ROWS, FP8_BAND_ROWS, LAG = 512, 256, 3
 DEFAULT_CHUNKS, LEAST_CHUNK_ROWS = 4, 1024
 SHORT_SLICE = 512  # rows of the longest slice below which the 128-row tile wastes less
 
-# Rows from which a fused call is faster than the best that is not fused, by the gather's dtype.
-PROFITABLE_M = {"bf16": 1024, "fp8": 1024}
+# Rows from which a fused call is faster than anything unfused that was measured, and below which the sum in
+# one stage is faster than fused; us (cuda_compare crossover, Nov 2026):
+#   M                                 16     64    128    192    256    384    512   1024
+#   fused-lsa, bf16                 33.1   36.4   38.0   40.0   43.0   51.5   54.0   84.6
+#   fused-lsa, fp8 gather           37.3   40.8   40.1   39.8   42.8   55.3   55.2   89.8
+#   own GEMM, one-stage             27.5   32.5   33.1   38.0   45.3   51.7   56.8   94.8
+#   the best of cuBLAS + NCCL,
+#   torch's one-shot, two-shot      23.2   28.0   33.2   37.0   40.4   50.1   56.4   99.2
+PROFITABLE_M = {"bf16": 512, "fp8": 512}
+SMALL_M_BELOW = 200
 
 _PUSHES = (
     "cannot be honoured: in the fused modes the epilogue sums and sends each tile as it is; behind a split "
@@ -54,7 +62,7 @@ def small_m_below(options: Options) -> int:
     """Calls of fewer rows are small; 0 where none is."""
     if options.small_m is None:
         return 0
-    return options.small_m_below or profitable_m(options.gather_dtype)
+    return options.small_m_below or SMALL_M_BELOW
 
 
 def small_m_way(m: int, num_ranks: int, options: Options) -> str | None:

@@ -4,8 +4,7 @@
                             here", an epoch
     arrived_t, gathered_t   the same, 0 or 1: set by copy engines, cleared by who used it
     ready, finished         u32 [owner][band], [band]: my tiles are staged, a copy may start; 0 or 1
-    count, step, exits, tickets   the kernel's own counters; fault: what a wait that ran out of time leaves
-    (signal.cuh)
+    count, step, exits, tickets   the kernel's own counters
     inbox     [source] partial tiles of my slice, bf16, as images of the kernel's staging: a band is one run
               of bytes
     staging   [owner]  the same, waiting for a copy engine
@@ -28,7 +27,6 @@ from mori_gemm_ar.targets.cuda.params import MAX_BANDS
 HALF_ROWS, TILE_COLUMNS = 64, 128
 HALF_BYTES = HALF_ROWS * TILE_COLUMNS * 2
 Q_BYTES = HALF_ROWS * TILE_COLUMNS + HALF_ROWS * 4
-FAULT_BYTES = 32
 _ALIGNMENT = 1024
 
 
@@ -80,7 +78,6 @@ def regions_for(
         "step": 4,
         "exits": 4,
         "tickets": 4,
-        "fault": FAULT_BYTES,
         "inbox": 0 if alone else num_ranks * tiles,
         "staging": num_ranks * tiles if copies and not alone else 0,
         "q_inbox": num_ranks * codes if fp8 and not alone else 0,

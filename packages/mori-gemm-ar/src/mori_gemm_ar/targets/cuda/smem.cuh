@@ -29,9 +29,6 @@
 #define PIECES_FLYING 1
 #endif
 #define PIECE_BYTES (PIECE_ROWS * 256)
-#ifndef TRACE
-#define TRACE 0  // 1: couriers write when things happened to p.trace
-#endif
 
 #define ROWS (128 * HALVES)
 #define WG_ROWS (64 * HALVES)

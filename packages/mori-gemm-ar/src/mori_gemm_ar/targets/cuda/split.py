@@ -69,8 +69,8 @@ class Split:
         fuse_quantize: bool = False,
         grid: int = 132,
         pull_grid: int = 132,
-        fault: int = 0,
-        timeout_s: float = 10.0,
+        fault: int,
+        timeout_s: float,
     ) -> None:
         self.product = product
         self.is_one_kernel = False
