@@ -14,9 +14,10 @@ from mori_gemm_ar import GemmAllReduce
 from mori_gemm_ar.options import resolve
 from mori_gemm_ar.rules import tuned_names, with_rule
 from mori_gemm_ar.testing import gx, gx_want
-from mori_gemm_ar.tunable import TUNABLE
+from mori_gemm_ar.tunable import TUNABLE, options_of
 from mori_shmem.errors import ArgumentError
-from mori_tune import Device, RulesError, SpaceError
+from mori_tune import GEMM_AR, Book, Candidate, Device, RulesError, SpaceError
+from mori_tune.settings import Settings
 
 N, K = 136, 256
 H200 = Device("cuda", "sm_90", "h200", 132)
@@ -101,3 +102,25 @@ def test_the_tuner_is_offered_every_mode_that_is_worth_it_with_its_default_among
         problems("--mode", "gemm-only")
     with pytest.raises(SpaceError, match="not tuned on rocm"):
         problems(device=Device("rocm", "gfx950", "mi355x", 256))
+
+
+def test_the_shipped_rules_are_measured_ones_that_calls_find():
+    """Each is a candidate of its own problem's space; other M take the next larger one's, and say so."""
+    book = Book("gemm-ar", (GEMM_AR,), "mori_gemm_ar", Settings({"MORI_TUNE_DIR": "/nowhere"}))
+    found = problems()
+    for problem in found:
+        decision = book.decide(TUNABLE.query(problem, "layer", H200))
+        assert decision.is_match, decision.line
+        assert not decision.rule.published
+        assert decision.rule.values["provenance"]["device"] == str(H200)
+        numbers = Candidate.of(decision.params)
+        assert TUNABLE.space(problem, H200).why_invalid(numbers) is None
+        names = tuned_names(2, "cuda", options_of(problem))
+        assert with_rule(options_of(problem), decision.params, names, "here").mode == problem["mode"]
+    assert sum(len(table.rules) for _, table in book.all_tables()) == len(found)
+    between = book.decide(TUNABLE.query(problems("--tokens", "5000")[0], "layer", H200))
+    assert between.used == "nearest"
+    assert "m asked 5000, rule has" in between.line
+    elsewhere = book.decide(TUNABLE.query(found[0], "layer", Device("cuda", "sm_90", "h100", 132)))
+    assert elsewhere.params is None
+    assert "gpu_model asked h100, rule has h200" in elsewhere.line

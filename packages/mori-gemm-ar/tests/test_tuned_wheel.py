@@ -105,6 +105,10 @@ def test_TU_6_the_op_uses_what_was_tuned_and_says_so(installed: Run) -> None:
         assert explain.returncode == 1
         assert f"{field} asked" in explain.stdout, explain.stdout
 
+    shipped = installed("-m", "mori_tune", "explain", "--op", "gemm-ar", "--device", "sm_90/h200/132")
+    assert shipped.returncode == 0, "the wheel has the rules for H200: " + shipped.stdout
+    assert shipped.stdout.count("_layer.json:") == shipped.stdout.count(": MATCH ") == 12
+
     verify = installed("-m", "mori_tune", "verify", *PROBLEM, "--backend", "host")
     assert verify.returncode == 0, verify.stdout + verify.stderr
     assert "queried with blockscale -> MATCH" in verify.stdout

@@ -234,7 +234,7 @@ def test_T8_round_zero_is_dropped_and_ranks_must_agree() -> None:
 def test_the_default_stays_where_the_best_is_not_told_apart_from_it(
     times_of: TimesOf, search_with: SearchWith
 ) -> None:
-    """2x H200, M=16384: 568.32 us won over the default's 568.35 by a smaller grid, and lost 0.4 % in turns."""
+    """2x H200: 568.32 us won over the default's 568.35 by a smaller grid, and lost 0.4 % in turns."""
     noise = random.Random(4)
 
     def around(us: float) -> Callable[[], Times]:

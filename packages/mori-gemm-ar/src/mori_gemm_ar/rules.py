@@ -93,7 +93,7 @@ class Rules:
             else None
         )
         book = book_for("gemm-ar", (GEMM_AR,), PACKAGE) if self._names else None
-        self._book: Book | None = None if book is None else agreed_book(book, comm.all_gather)
+        self._book: Book | None = None if book is None else agreed_book(book, self._device, comm.all_gather)
         if self._book is not None and comm.backend == "host" and not self._book.knows(self._device):
             self._book = None
         self.options_for = functools.lru_cache(None)(self._options_for)

@@ -327,14 +327,15 @@ def lookup(
     return book_for(query.format.op, formats, package).look_up(query, policy)
 
 
-def agreed_book(book: Book, all_gather: Callable[[Any], list[Any]]) -> Book:
+def agreed_book(book: Book, device: Device, all_gather: Callable[[Any], list[Any]]) -> Book:
     """The same book on every rank: this rank's, or, where ranks see other rules, that of the lowest rank that
-    has any, since ranks that launched different geometries would wait for each other for ever. Collective."""
+    has any for this device, since ranks that launched different geometries would wait for each other for
+    ever. Collective."""
     every = all_gather(book.content())
     if all(content == every[0] for content in every):
         return book
     books: list[Book] = all_gather(book.without_memory())
-    chosen = next((rank for rank, b in enumerate(books) if b.all_tables() and not b.manual), 0)
+    chosen = next((rank for rank, b in enumerate(books) if b.knows(device) and not b.manual), 0)
     differing = [rank for rank, content in enumerate(every) if content != every[chosen]]
     line = f"{book.op}: ranks {differing} see other rules than rank {chosen}, whose are used"
     if is_news((line,)):
