@@ -49,9 +49,8 @@ def every_quant(backend: str, mode: str) -> list[tuple[float, float, bool, tuple
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_it_is_the_whole_layer_with_its_bias_added_once(num_ranks):
-    for of_rank in mori_shmem.run_ranks(every_quant, num_ranks, "host", "fused-sdma", timeout_s=120):
+def assert_whole_layer(ranks):
+    for of_rank in ranks:
         for error, of_weight, right, shape_of_nothing in of_rank:
             assert error < 1e-2  # the bias is exact, and most of the result
             assert of_weight < 4e-2
@@ -59,14 +58,27 @@ def test_it_is_the_whole_layer_with_its_bias_added_once(num_ranks):
             assert shape_of_nothing == (0, 5, N)
 
 
+@pytest.fixture(scope="module")
+def alone():
+    """What needs one rank, in one start: every_quant, refusals, compiled."""
+    what = lambda: (every_quant("host", "fused-sdma"), refusals(), compiled())  # noqa: E731
+    return mori_shmem.run_ranks(what, 1, timeout_s=200)[0]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """What needs two: ways_to_load, watched (last, since it sets the switch)."""
+    return mori_shmem.run_ranks(lambda: (ways_to_load(), watched()), 2, timeout_s=200)
+
+
+def test_it_is_the_whole_layer_with_its_bias_added_once(alone):
+    assert_whole_layer([alone[0]])
+    assert_whole_layer(mori_shmem.run_ranks(every_quant, 3, "host", "fused-sdma", timeout_s=120))
+
+
 @pytest.mark.gpu(2)
 def test_on_gpus_it_is_the_whole_layer_with_its_bias_added_once():
-    for of_rank in mori_shmem.run_ranks(every_quant, 2, "cuda", "fused-lsa", timeout_s=120):
-        for error, of_weight, right, shape_of_nothing in of_rank:
-            assert error < 1e-2
-            assert of_weight < 4e-2
-            assert right
-            assert shape_of_nothing == (0, 5, N)
+    assert_whole_layer(mori_shmem.run_ranks(every_quant, 2, "cuda", "fused-lsa", timeout_s=120))
 
 
 def ways_to_load() -> list[bool]:
@@ -122,8 +134,8 @@ def operands(layer, x):
     return a, layer.weight, a_scale, layer.weight_scale
 
 
-def test_weights_come_whole_or_as_a_share_in_floats_or_as_codes():
-    for same in mori_shmem.run_ranks(ways_to_load, 2, timeout_s=120):
+def test_weights_come_whole_or_as_a_share_in_floats_or_as_codes(pair):
+    for same, _ in pair:
         assert same == [True] * len(same)
 
 
@@ -152,8 +164,8 @@ def refusals() -> list[str]:
     return said
 
 
-def test_what_does_not_fit_is_refused_with_both_sides_named():
-    (said,) = mori_shmem.run_ranks(refusals, 1, timeout_s=60)
+def test_what_does_not_fit_is_refused_with_both_sides_named(alone):
+    said = alone[1]
     words = (
         *("op=, or comm=", "op=, or comm=", "quant: the op given", "N=136, K=384"),
         *("share of 256 is 256", "M=9", "[136, 256]", "no bias, one was given"),
@@ -183,8 +195,8 @@ def compiled() -> tuple[list[bool], int]:
     return right, len(compilations)
 
 
-def test_GA_9_the_layer_compiles_whole():
-    ((right, compilations),) = mori_shmem.run_ranks(compiled, 1, timeout_s=200)  # test_compile.py has 2 ranks
+def test_GA_9_the_layer_compiles_whole(alone):
+    right, compilations = alone[2]  # test_compile.py has 2 ranks
     assert right == [True] * 3
     assert compilations <= 2
 
@@ -214,8 +226,8 @@ def watched() -> list[str]:
     return lines
 
 
-def test_the_debug_switch_tells_how_far_a_call_is_from_the_unfused_path():
-    first, second = mori_shmem.run_ranks(watched, 2, timeout_s=120)
+def test_the_debug_switch_tells_how_far_a_call_is_from_the_unfused_path(pair):
+    first, second = (lines for _, lines in pair)
     assert second == []  # one rank speaks, of the worst of all
     assert [line.split(":")[0] for line in first] == [
         f"fused-sdma call {call}, M={m}" for _ in range(2) for call, m in ((1, 9), (2, 4), (3, 9))
