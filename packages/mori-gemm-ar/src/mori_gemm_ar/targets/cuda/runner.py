@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mori_shmem
@@ -60,6 +61,9 @@ class Span(NamedTuple):
     lane: str
     start_ns: int
     end_ns: int
+
+
+Work = tuple[torch.Tensor, Sequence[Span]]  # a call's rows, and its phases where it was timed
 
 
 class Runner:
@@ -266,20 +270,18 @@ class Ready:
         self.m: int = plan.problem.m
         self._runner, self._core, self._plan = runner, runner._comm.core, plan
         self._pitches = operands[4:]
-        self._operands = operands
         self._view = runner.output(self.m)
 
-    def point_at(self, a: int, b: int, a_scale: int, b_scale: int) -> bool:
-        """Addresses of the operands. False: one lies where the kernel cannot read it."""
+    def at(self, a: int, b: int, a_scale: int, b_scale: int) -> Callable[[int], Work] | None:
+        """The call with operands at these addresses, as `Runner.run`, not timed. None: one of them lies
+        where the kernel cannot read it."""
         if (a | b) & 15 or b_scale & 7:
-            return False
-        self._operands = Operands(a, b, a_scale, b_scale, *self._pitches)
-        return True
+            return None
+        return functools.partial(self._run, Operands(a, b, a_scale, b_scale, *self._pitches))
 
-    def run(self, number: int) -> tuple[torch.Tensor, tuple[()]]:
-        """As `Runner.run`, not timed."""
+    def _run(self, operands: Operands, number: int) -> Work:
         core = self._core
         core.check()
         with core.on_device():
-            self._runner._prepare(self._plan, self._operands).launch(core.callers_stream())
+            self._runner._prepare(self._plan, operands).launch(core.callers_stream())
         return self._view.detach(), ()

@@ -14,6 +14,7 @@
 // Why nothing is overwritten too early: r's C of e + 1 is written behind r's pull of e (sum_all: behind its own last wait),
 // which has heard slice = e from everybody, and a peer says that after its last load of r's C. r's slice of e + 1 is written
 // once all peers have told c = e + 1, which they do behind their own pulls of e.
+// A block whose wait runs out of time ends at once, so its kernel has no last block and tells nobody: peers run out of time, too.
 #include "split.cuh"
 #include "wgmma.cuh"
 
@@ -177,12 +178,14 @@ DEVICE void widen_rows(int first, int last, int holder, const SplitParams& p) {
 
 KERNEL sum_slice(const __grid_constant__ SplitParams p) {
   const unsigned epoch = load_relaxed_gpu(p.step) + 1;
-  if (partials_are_here(epoch, p)) sum_rows(p.start[p.rank], p.start[p.rank + 1], p);
+  if (!partials_are_here(epoch, p)) return;
+  sum_rows(p.start[p.rank], p.start[p.rank + 1], p);
   tell_slice(epoch, false, p);
 }
 KERNEL sum_slice_quantised(const __grid_constant__ SplitParams p) {
   const unsigned epoch = load_relaxed_gpu(p.step) + 1;
-  if (partials_are_here(epoch, p)) quantise_rows(partials(p), p);
+  if (!partials_are_here(epoch, p)) return;
+  quantise_rows(partials(p), p);
   tell_slice(epoch, false, p);
 }
 KERNEL sum_slice_quietly(const __grid_constant__ SplitParams p) {  // `quantise` follows, and tells
@@ -190,6 +193,7 @@ KERNEL sum_slice_quietly(const __grid_constant__ SplitParams p) {  // `quantise`
 }
 KERNEL quantise(const __grid_constant__ SplitParams p) {
   const unsigned epoch = load_relaxed_gpu(p.step) + 1;
+  if (__syncthreads_or(threadIdx.x == 0 && load_relaxed_gpu(&p.fault->code))) return;  // the sum before this has failed
   Sources mine;
   mine.at[0] = p.out[p.rank], mine.count = 1;
   quantise_rows(mine, p);
@@ -197,7 +201,8 @@ KERNEL quantise(const __grid_constant__ SplitParams p) {
 }
 KERNEL sum_all(const __grid_constant__ SplitParams p) {
   const unsigned epoch = load_relaxed_gpu(p.step) + 1;
-  if (partials_are_here(epoch, p)) sum_rows(0, p.start[p.world], p);
+  if (!partials_are_here(epoch, p)) return;
+  sum_rows(0, p.start[p.world], p);
   tell_slice(epoch, true, p);
 }
 KERNEL pull(const __grid_constant__ SplitParams p) {
