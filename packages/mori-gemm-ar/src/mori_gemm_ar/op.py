@@ -198,11 +198,12 @@ class GemmAllReduce:
         self._check_usable()
         looks = looks_of(a, b, a_scale, b_scale)
         ready = self._ready.get(looks) if self.trace is None else None
-        work = ready and ready.at(a.data_ptr(), b.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr())
-        if work is not None:
-            if out is not None:
-                self._check_out(out, ready.m)
-            return self._carry_out(work, out)
+        if ready is not None:
+            work = ready.at(a.data_ptr(), b.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr())
+            if work is not None:
+                if out is not None:
+                    self._check_out(out, ready.m)
+                return self._carry_out(work, out)
         m = self._check_operands(a, b, out)
         a_grid = a_scale_grid(a_scale, self.options.quant, m, self.k, self.comm.device)
         b_grid = b_scale_grid(b_scale, self.options.quant, self.n, self.k, self.comm.device)
