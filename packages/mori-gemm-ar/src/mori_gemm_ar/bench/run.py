@@ -243,8 +243,10 @@ def _phase_medians(ranks: list[list[dict[str, float]]]) -> dict[str, float]:
 
 def _settings(op: GemmAllReduce, m: int) -> dict[str, object]:
     plan = op.plan(m)
+    rule = op.rule(m)
     return {
-        **asdict(op.options),
+        **asdict(plan.options),
+        "tuned_rule": None if rule is None else rule.outcome,
         "bands_per_slice": plan.num_bands,
         "puts_per_slice": plan.num_chunks if plan.options.scatters_by_sdma else 0,
         "parts_per_slice": plan.num_parts if plan.options.gather_transport == "sdma" else 0,
