@@ -152,6 +152,7 @@ def refusals() -> list[str]:
         refused(ArgumentError, RowParallelLinear, 256, N, op=op, m_max=8)
         refused(ArgumentError, RowParallelLinear, 256, N, op=op, quant="ptpc")
         refused(UnsupportedShape, RowParallelLinear, 384, N, op=op)
+        refused(ArgumentError, RowParallelLinear, 256, N, comm=comm, m_max=8, mode="gemm-only")
         layer = RowParallelLinear(256, N, bias=False, op=op)
         refused(UnsupportedShape, layer, torch.zeros(2, 128))
         refused(UnsupportedShape, layer, torch.zeros(9, 256))
@@ -167,7 +168,7 @@ def refusals() -> list[str]:
 def test_what_does_not_fit_is_refused_with_both_sides_named(alone):
     said = alone[1]
     words = (
-        *("op=, or comm=", "op=, or comm=", "quant: the op given", "N=136, K=384"),
+        *("op=, or comm=", "m_max beside op=", "quant beside op=", "N=136, K=384", "gemm-only"),
         *("share of 256 is 256", "M=9", "[136, 256]", "no bias, one was given"),
         *("with its scales", "convert_fnuz", "takes no scales"),
     )

@@ -28,6 +28,7 @@ from mori_shmem.errors import ArgumentError, UnsupportedShape
 
 from mori_gemm_ar.nn.functional import add_bias, by_handle, handle_of, in_window
 from mori_gemm_ar.op import GemmAllReduce
+from mori_gemm_ar.quant.formats import UE8M0_BIAS
 from mori_gemm_ar.quant.operands import FP8
 from mori_gemm_ar.quant.quantize import blocks_of, quantize
 
@@ -58,40 +59,19 @@ class RowParallelLinear(torch.nn.Module):
         """Collective. With `op` that one is used and stays its owner's; else one is made on `comm` for calls
         of up to `m_max` rows with `options` (those of GemmAllReduce), and closed with this layer."""
         super().__init__()
-        if (op is None) == (comm is None) or (op is None) != (m_max is not None):
-            raise ArgumentError("RowParallelLinear takes either op=, or comm= and m_max= (and options)")
-        if op is not None and options:
-            raise ArgumentError(f"{', '.join(sorted(options))}: the op given has its own")
-        num_ranks = (op.comm if op is not None else comm).world_size  # type: ignore[union-attr]
-        if in_features % num_ranks:
-            raise UnsupportedShape(
-                f"in_features={in_features} on {num_ranks} ranks: every rank must have as many columns"
-            )
-        self.in_features, self.out_features = in_features, out_features
-        self.share_features = in_features // num_ranks
-        self.copy = copy
-        self._owns = op is None
-        if op is None:
-            assert comm is not None
-            assert m_max is not None
-            op = GemmAllReduce(comm, n=out_features, k=self.share_features, m_max=m_max, **options)
-        elif (op.n, op.k) != (out_features, self.share_features):
-            raise UnsupportedShape(
-                f"the op given is for N={op.n}, K={op.k} of each rank, this layer has N={out_features}, "
-                f"K={self.share_features}"
-            )
-        self.op = op
-        self._quant, self._handle = op.options.quant, handle_of(op)
-        device, blocks = op.comm.device, blocks_of(self._quant, "b")
-        grid = blocks.grid(out_features, self.share_features)
-        scale_dtype = torch.uint8 if blocks.scale == "ue8m0" else torch.float32
+        self.in_features, self.out_features, self.copy = in_features, out_features, copy
+        self.op, self._owns = op_for(op, comm, m_max, in_features, out_features, options), op is None
+        self.share_features: int = self.op.k
+        self._quant, self._handle = self.op.options.quant, handle_of(self.op)
+        device, blocks = self.op.comm.device, blocks_of(self._quant, "b")
         codes = torch.zeros(out_features, self.share_features, dtype=torch.uint8, device=device).view(FP8)
-        self.register_buffer("weight", codes)
+        grid = blocks.grid(out_features, self.share_features)
         shape = grid[:1] if self._quant == "ptpc" else grid
-        self.register_buffer("weight_scale", torch.ones(shape, dtype=scale_dtype, device=device))
-        self.register_buffer(
-            "bias", torch.zeros(out_features, dtype=bias_dtype, device=device) if bias else None
-        )
+        one = torch.tensor(UE8M0_BIAS, dtype=torch.uint8) if blocks.scale == "ue8m0" else torch.ones(())
+        zeros = torch.zeros(out_features, dtype=bias_dtype, device=device)
+        self.register_buffer("weight", codes)
+        self.register_buffer("weight_scale", one.to(device).expand(shape).clone())
+        self.register_buffer("bias", zeros if bias else None)
 
     @classmethod
     def from_linear(
@@ -107,7 +87,11 @@ class RowParallelLinear(torch.nn.Module):
             bias_dtype=torch.bfloat16 if bias is None else bias.dtype,
             **options,
         )
-        made.load(linear.weight.detach(), bias=None if bias is None else bias.detach())
+        try:
+            made.load(linear.weight.detach(), bias=None if bias is None else bias.detach())
+        except BaseException:
+            made.close()
+            raise
         return made
 
     # ---- weights ----
@@ -240,3 +224,35 @@ class RowParallelLinear(torch.nn.Module):
             "gather_dtype": options.gather_dtype,
         }
         return ", ".join(f"{name}={value}" for name, value in words.items())
+
+
+def op_for(
+    op: GemmAllReduce | None,
+    comm: mori_shmem.Communicator | None,
+    m_max: int | None,
+    in_features: int,
+    out_features: int,
+    options: Mapping[str, Any],
+) -> GemmAllReduce:
+    """The op given, if it fits such a layer; else a new one."""
+    if op is None:
+        if comm is None or m_max is None:
+            raise ArgumentError("RowParallelLinear takes either op=, or comm= and m_max= (and options)")
+        if in_features % comm.world_size:
+            raise UnsupportedShape(
+                f"in_features={in_features} on {comm.world_size} ranks: every rank must have as many columns"
+            )
+        if options.get("mode") == "gemm-only":
+            raise ArgumentError("mode='gemm-only': the layer's result is the sum over ranks, which it lacks")
+        k = in_features // comm.world_size
+        return GemmAllReduce(comm, n=out_features, k=k, m_max=m_max, **options)
+    if comm is not None or m_max is not None or options:
+        names = ["comm"] * (comm is not None) + ["m_max"] * (m_max is not None) + sorted(options)
+        raise ArgumentError(f"{', '.join(names)} beside op=: the op given has its own")
+    if (op.n, op.k * op.comm.world_size) != (out_features, in_features) or not op.options.communicates:
+        raise UnsupportedShape(
+            f"the op given is for N={op.n}, K={op.k} of each of {op.comm.world_size} ranks, "
+            f"mode={op.options.mode!r}; this layer has N={out_features}, K={in_features} in all, and its "
+            "result is the sum over ranks"
+        )
+    return op
