@@ -28,6 +28,7 @@ from mori_gemm_ar.bench.check import Checked, check_product, check_sum, exact
 from mori_gemm_ar.bench.inputs import operands
 from mori_gemm_ar.op import GemmAllReduce
 from mori_gemm_ar.problem import Problem
+from mori_gemm_ar.settings import KERNELS
 from mori_gemm_ar.targets import target_for
 from mori_gemm_ar.testing import Operands
 
@@ -246,6 +247,7 @@ def _settings(op: GemmAllReduce, m: int) -> dict[str, object]:
     rule = op.rule(m)
     return {
         **asdict(plan.options),
+        "kernels": op.settings[KERNELS],
         "tuned_rule": None if rule is None else rule.outcome,
         "bands_per_slice": plan.num_bands,
         "puts_per_slice": plan.num_chunks if plan.options.scatters_by_sdma else 0,

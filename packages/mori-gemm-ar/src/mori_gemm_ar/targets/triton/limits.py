@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mori_shmem.errors import UnsupportedShape
+
 from mori_gemm_ar import layout
 from mori_gemm_ar.layout import Layout
 from mori_gemm_ar.options import Options
@@ -35,17 +37,16 @@ def profitable_m(gather_dtype: str | None) -> int:
 
 def refuses(chosen: Options, given: Mapping[str, Any]) -> list[str]:
     """The reasons against these options here."""
-    reasons = []
-    if chosen.mode not in MODES or chosen.gather_transport == "sdma":
-        reasons.append(
-            f"mode={chosen.mode!r} with gather_transport={chosen.gather_transport!r} is not part of the "
-            f"Triton kernels: they have {', '.join(MODES)}, pulled by lsa; choose one, or kernels='own'"
-        )
     if chosen.gather_scale == "1x128":
-        reasons.append("gather_scale='1x128' is not part of the Triton kernels, which see whole rows")
-    return reasons
+        return ["gather_scale='1x128' is not part of the Triton kernels, which see whole rows"]
+    return []
 
 
 def layout_for(m_max: int, n: int, num_ranks: int, options: Options) -> Layout:
-    """The host's layout: C, my finished slice as it is pulled, the output."""
+    """The host's layout: C, my finished slice as it is pulled, the output. Other modes are refused."""
+    if options.mode not in MODES or options.gather_transport == "sdma":
+        raise UnsupportedShape(
+            f"mode={options.mode!r} with gather_transport={options.gather_transport!r} is not part of the "
+            f"Triton kernels: they have {', '.join(MODES)}, pulled by lsa; choose one, or kernels='own'"
+        )
     return layout.layout_for(m_max, n, num_ranks, options)
