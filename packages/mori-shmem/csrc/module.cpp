@@ -30,4 +30,5 @@ PYBIND11_MODULE(_core, m) {
   python::bind_memory(m);
   python::bind_fabric(m);
   python::bind_queues(m);
+  python::bind_rows(m);
 }

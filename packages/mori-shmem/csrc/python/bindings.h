@@ -18,6 +18,7 @@ void bind_sdma(py::module_& m);
 void bind_memory(py::module_& m);
 void bind_fabric(py::module_& m);
 void bind_queues(py::module_& m);
+void bind_rows(py::module_& m);
 
 uint32_t comparison(const std::string& name);
 SignalOp signal_op(const std::string& name);

@@ -68,6 +68,17 @@ def sum_bf16(out: int, sources: Sequence[int], num_elements: int) -> None:
 def copy_past_cache(out: int, source: int, nbytes: int) -> None:
     """Copy with stores that go around the cache; the ranges do not overlap."""
 
+_Map = tuple[int, int, int, int, int]  # address of int32 slots, rows, width, stride, null
+_Code = tuple[str, int, int]  # kind, numbers in a row, numbers per scale (0: no scales)
+
+def group_slots(ids: int, map: _Map, group_size: int, num_groups: int) -> list[int]: ...
+def shift_slots(map: _Map, first: Sequence[int]) -> None: ...
+def scatter_rows(map: _Map, fields: Sequence[tuple[int, int]], targets: Sequence[Sequence[int]]) -> None: ...
+def copy_ranges(ranges: Sequence[tuple[int, int, int]]) -> None: ...
+def sum_rows(out: int, out_kind: str, map: _Map, tables: Sequence[int], pitch: int, code: _Code) -> None: ...
+def quantize_rows(out: int, rows: int, num_rows: int, code: _Code) -> None: ...
+def row_bytes(code: _Code) -> int: ...
+def count_ids(ids: int, num_ids: int, first: int, num: int, counts: int) -> None: ...
 def describe_packet(packet: bytes) -> dict[str, Any]:
     """The packet that starts at these bytes: packet (its name), reason ("ok", or why it is malformed),
     num_dwords and the fields func, dst, src, nbytes, value, compare."""
@@ -213,6 +224,14 @@ class Fabric:
     ) -> int:
         """Sleep until the 64-bit word compares (unsigned); acquire; returns the value seen. With `peer`, that
         rank's leaving or death ends the wait; with -1 any rank's death, but nobody's leaving."""
+
+    def signal_all(self, where: Sequence[int], value: int) -> None:
+        """`signal` of each word, with "set"."""
+
+    def wait_all(
+        self, where: Sequence[int], value: int, peers: Sequence[int], timeout_s: float | None = None
+    ) -> list[int]:
+        """`wait` with ">=" for each word, the i-th written by peers[i], under one deadline."""
 
     def wake(self, rank: int) -> None:
         """Wake the sleepers of a rank after plain stores into its window."""

@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from mori_shmem.settings import Snapshot
 from mori_shmem.variables import BACKEND, ENGINES, QUEUES, TIMEOUT_S
 from mori_shmem.window import Ref, Window, check_ref, check_word
 from mori_shmem.wording import forked, queue_limit, worded
+from mori_shmem.words import Words
 
 if TYPE_CHECKING:
     import torch
@@ -329,6 +331,10 @@ class Communicator:
             return seen
         except CoreError as error:
             raise worded(error, self, f"wait for {what}" if what else "wait") from None
+
+    def words(self, refs: Sequence[Ref], peers: Sequence[int]) -> Words:
+        """Signals of one purpose, checked once, to be set and awaited together; `peers[i]` writes refs[i]."""
+        return Words(self, refs, peers)
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait for all ranks. What a rank stored before is visible to all after."""

@@ -19,7 +19,7 @@ import contextlib
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mori_shmem.core import core_error, native
@@ -146,6 +146,17 @@ class Fabric:
                     self.calls.write(stream, *arguments)
             if not capturing:
                 self.calls.record(self._signalled, stream)
+
+    def signal_all(self, where: Sequence[int], value: int) -> None:
+        for word in where:
+            self.signal(word, value)
+
+    def wait_all(self, where: Sequence[int], value: int, peers: Sequence[int], timeout_s: float) -> list[int]:
+        deadline = Deadline(timeout_s)
+        return [
+            self.wait(word, value, ">=", peer=peer, timeout_s=max(deadline.left_s(), 0.0))
+            for word, peer in zip(where, peers, strict=True)
+        ]
 
     def read(self, where: int) -> int:
         self.check_open("communicator")
