@@ -35,6 +35,7 @@ SMOKE = {  # what must run from the wheel alone, away from the sources
         *["mori-gemm-ar-bench", "--world-size", "2", "--mode", "all"],
         *["-m", "65", "-n", "256", "-k", "256", "--reps", "2"],
     ],
+    "mori-ep": ["mori-ep-bench", "test", "--world-size", "2", "--tokens", "9", "--hidden", "256"],
     "mori-tune": ["mori-tune", "run", "--op", "mori_tune.example:COPY", "--reps", "3"],
 }
 
@@ -129,6 +130,7 @@ def bench_smoke(session: nox.Session) -> None:
     sync(session, "--all-packages", "--group=dev")
     session.run("mori-shmem-bench")
     session.run("mori-gemm-ar-bench")
+    session.run("mori-ep-bench")
     session.run("mori-tune", "run", "--op", "mori_tune.example:COPY")
 
 
