@@ -5,8 +5,8 @@ gets the sum of what the experts made of them.
     from mori_ep import EpDispatchCombineConfig, EpDispatchCombineOp
 
     comm = mori_shmem.init()
-    op = EpDispatchCombineOp(EpDispatchCombineConfig.for_comm(comm, hidden_dim=7168, num_experts=256, ...), comm)
-    rows, weights, scales, ids, count = op.dispatch(x, weights, None, expert_ids)
+    op = EpDispatchCombineOp(EpDispatchCombineConfig.for_comm(comm, hidden_dim=7168, num_experts=256, ...),
+    comm) rows, weights, scales, ids, count = op.dispatch(x, weights, None, expert_ids)
     out, _ = op.combine(experts(rows), None, expert_ids)
 
 Importing the package imports no torch and starts nothing.

@@ -22,7 +22,8 @@ def check_place(config: EpDispatchCombineConfig, comm: mori_shmem.Communicator) 
     """The configuration is for this rank of this communicator."""
     if (config.rank, config.world_size) != (comm.rank, comm.world_size):
         raise ArgumentError(
-            f"the configuration says rank={config.rank} of world_size={config.world_size}, the communicator is "
+            f"the configuration says rank={config.rank} of world_size={config.world_size}, the communicator "
+            f"is "
             f"rank {comm.rank} of {comm.world_size}"
         )
 
@@ -78,7 +79,8 @@ def dispatch_shape(
     if n > config.max_num_inp_token_per_rank:
         raise UnsupportedShape(
             f"input has {n} tokens, this op was made for max_num_inp_token_per_rank="
-            f"{config.max_num_inp_token_per_rank}: make one with a larger value, or pass fewer tokens at a time"
+            f"{config.max_num_inp_token_per_rank}: make one with a larger value, or pass fewer tokens at a "
+            f"time"
         )
     if dtype not in formats.CODES:
         raise UnsupportedShape(f"input is {dtype}: allowed are {formats.names(formats.CODES)}")
@@ -93,7 +95,8 @@ def dispatch_shape(
     scale_dim = scales.shape[1]
     if scale_dim * scales.dtype.itemsize > config.scale_bytes:
         raise UnsupportedShape(
-            f"scales has {scale_dim} of {scales.dtype} per row: {scale_dim * scales.dtype.itemsize} bytes, this "
+            f"scales has {scale_dim} of {scales.dtype} per row: {scale_dim * scales.dtype.itemsize} bytes, "
+            f"this "
             f"op was made for scale_dim={config.scale_dim} of scale_type_size={config.scale_type_size}"
         )
     return DispatchShape(hidden, dtype, scale_dim, scales.dtype, weights is not None)
@@ -109,7 +112,8 @@ def check_ids(values: Snapshot, config: EpDispatchCombineConfig, indices: torch.
     if len(wrong):
         token, slot = wrong[0].tolist()
         raise ArgumentError(
-            f"indices[{token}, {slot}] is {int(indices[token, slot])}: experts are 0..{config.num_experts - 1}, "
+            f"indices[{token}, {slot}] is {int(indices[token, slot])}: experts are "
+            f"0..{config.num_experts - 1}, "
             "and -1 is no expert (MORI_EP_CHECK_IDS looks for this; without it such slots are dropped)"
         )
 
@@ -144,7 +148,8 @@ def combine_shape(
     if indices.dim() != 2 or indices.shape[0] != num_tokens:
         raise ArgumentError(
             f"indices is {tuple(indices.shape)}, the dispatch that this combine belongs to had {num_tokens} "
-            "tokens on this rank: combine takes the very ids that dispatch was given, not those that it returned"
+            "tokens on this rank: combine takes the very ids that dispatch was given, not those that it "
+            "returned"
         )
     _check_slots("indices", indices, torch.int32, num_tokens, config.num_experts_per_token, device)
     if weights is not None and weights.shape[0] == 0:
@@ -155,7 +160,8 @@ def combine_shape(
         )
     if registered and config.quant_type != "none":
         raise UnsupportedShape(
-            f"quant_type={config.quant_type!r} with the registered buffer: a quantised transport makes its own "
+            f"quant_type={config.quant_type!r} with the registered buffer: a quantised transport makes its "
+            f"own "
             "rows, so there is no copy to save. Pass rows of your own (use_external_inp_buf=1)"
         )
     return CombineShape(rows.shape[1], rows.dtype, weights is not None, registered)

@@ -156,7 +156,8 @@ class EpDispatchCombineConfig:
             raise UnsupportedShape(f"quant_type={self.quant_type!r}: one of {', '.join(QUANT_TYPES)}")
         if self.null_position >= 1 << 31:
             raise UnsupportedShape(
-                f"{self.world_size} ranks of max_num_inp_token_per_rank={self.max_num_inp_token_per_rank} need "
+                f"{self.world_size} ranks of max_num_inp_token_per_rank={self.max_num_inp_token_per_rank} "
+                f"need "
                 f"map entries up to {self.null_position}, and they are int32: use fewer tokens per call"
             )
         self.kernel_type = EpDispatchCombineKernelType(self.kernel_type)

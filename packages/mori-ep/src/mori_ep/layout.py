@@ -1,14 +1,15 @@
 """Where each buffer and each flag lies in the window, in bytes. Pure integers; the same on every rank.
 
-    flags         all 64-bit, one writer each, only growing; `call` counts an op's dispatches or combines from 1
-      entered     [source][queue]  written by the source: its header of this dispatch is here, and with SLOTS and
-                                   QUEUES its rows too                                    call << 32
-      arrived     [source]         written by the source (COUNTS): its rows of this dispatch are here      call << 32
-      staged      [source]         written by the source: its rows for combine may be read                 call << 32
-      finished    [source]         written by the source: it has read what it needs of this combine        call << 32
-      returned    [source][queue]  written by the source's queue: its rows for my tokens are back          call << 32
-    headers       [2][source]      int64: what the source brings to this dispatch (HEADER) and how many rows it
-                                   sends to each rank; by parity of the call
+    flags         all 64-bit, one writer each, only growing. High half: the call, dispatches and combines
+                  counted from 1 each. Low half: 0 unless said otherwise
+      entered     [source][queue]  its header of this dispatch is here; with SLOTS and QUEUES its rows, too
+      arrived     [source]         COUNTS: its rows of this dispatch are here. Elastic, low half: where my
+                                   rows start at the source (targets/host/launch.py)
+      staged      [source]         its rows for combine may be read. Low half: what they are
+      finished    [source]         it has read what it needs of this combine
+      returned    [source][queue]  QUEUES: its rows for my tokens are back
+    headers       [2][source]      int64: what the source brings to this dispatch (HEADER) and how many rows
+                                   it sends to each rank; by parity of the call
     recv_count    int32
     out*          [recv capacity]  the rows received: payload, scales, weights, ids, source positions
     blocks        [2][source]      a source's rows packed field by field, by parity (SLOTS, QUEUES)
@@ -17,9 +18,9 @@
     returned_rows [2][source]      rows that came back, then their weights, by parity (QUEUES)
     result*       [max tokens]     what combine returns
 
-Offsets follow from capacities, never from the shape of a call: with two shapes in turn on one op, one call's data
-would otherwise lie where the other expects its own. Within a region rows are packed at the call's own pitch, so
-that what a caller gets is a contiguous tensor. Regions that a plan does not use have no bytes.
+Offsets follow from capacities, never from the shape of a call: with two shapes in turn on one op, one call's
+data would otherwise lie where the other expects its own. Within a region rows are packed at the call's own
+pitch, so that what a caller gets is a contiguous tensor. Regions that a plan does not use have no bytes.
 """
 
 from __future__ import annotations

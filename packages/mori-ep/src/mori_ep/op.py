@@ -6,16 +6,18 @@
     out, _ = op.combine(y, None, expert_ids)         # out[:n]: sum over the ranks that a token went to
 
 What is promised:
-  * A row per (token, rank that holds one of its experts), in the order of (source rank, token), on every rank.
-  * Everything returned is a view of the op's own memory at a fixed address, overwritten by the op's next call;
-    rows from `count` on are stale. The same call shape gives the same tensor objects
+  * A row per (token, rank that holds one of its experts), in the order of (source rank, token), on every
+    rank.
+  * Everything returned is a view of the op's own memory at a fixed address, overwritten by the op's next
+    call; rows from `count` on are stale. The same call shape gives the same tensor objects
     (MORI_EP_DISABLE_VIEW_CACHE=1: new objects over the same memory).
   * combine adds in fp32, a token's ranks in the order of the first slots that name them, and rounds once.
   * Ranks may bring different numbers of tokens, also none; they must make the same calls in the same order.
 
-When it is made, all ranks compare the configuration, allocate the window, and meet once more before anybody may
-write into another's memory. A call checks its arguments before it waits for anyone. A call that fails while ranks
-are under way leaves the op unusable, unless it is `elastic`; an argument that is refused leaves it as it was.
+When it is made, all ranks compare the configuration, allocate the window, and meet once more before anybody
+may write into another's memory. A call checks its arguments before it waits for anyone. A call that fails
+while ranks are under way leaves the op unusable, unless it is `elastic`; an argument that is refused leaves
+it as it was.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from __future__ import annotations
 import itertools
 import threading
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mori_shmem
 import torch
@@ -33,10 +35,13 @@ from mori_ep import checks, formats
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import DISABLE_VIEW_CACHE, TABLE
-from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape, target_for
+from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape, Runner, target_for
+from mori_ep.turns import CALLS, Turn
+
+if TYPE_CHECKING:
+    from mori_bench import Trace
 
 _numbers = itertools.count(1)
-_CALLS = ("dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv")
 
 Dispatched = tuple[
     torch.Tensor,  # rows [recv capacity, hidden]
@@ -46,6 +51,12 @@ Dispatched = tuple[
     torch.Tensor,  # rows received [1] int32
 ]
 Combined = tuple[torch.Tensor, torch.Tensor | None]  # [max tokens, hidden], [max tokens, k] fp32
+Packed = tuple[
+    torch.Tensor,  # rows by expert [experts of this rank, recv capacity, hidden]
+    torch.Tensor,  # rows of each expert [experts of this rank] int32
+    torch.Tensor,  # their source positions [experts of this rank, recv capacity] int32
+    torch.Tensor,  # empty int64, in the place of ranges that this layout does not need
+]
 
 
 class _Prepared(NamedTuple):
@@ -53,45 +64,6 @@ class _Prepared(NamedTuple):
 
     launch: Any
     results: tuple[Any, ...] | None  # None: made anew in every call
-
-
-class _Turn:
-    """One call at a time; whatever goes wrong inside ends the op, since flags and buffers are under way.
-
-    A plain object and no generator: it is in the path of every call.
-    """
-
-    __slots__ = ("_due", "_op", "_what")
-
-    def __init__(self, op: EpDispatchCombineOp, what: str) -> None:
-        self._op, self._what = op, what
-        self._due = what if what.endswith("_recv") else None  # the second half that must be due
-
-    def __enter__(self) -> None:
-        op = self._op
-        if not op._lock.acquire(blocking=False):
-            raise MoriError(
-                "this op is in a call already, on another thread: calls of one op are made one after the other, "
-                "in the same order on every rank; use one op per thread"
-            )
-        try:
-            op._check_usable()
-            if op._half != self._due:
-                raise ArgumentError(
-                    f"{self._what} was called where {op._half or 'a send or a full call'} is due: the second "
-                    "half of a call follows its first before anything else"
-                )
-        except BaseException:
-            op._lock.release()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        refused = isinstance(error, ArgumentError) or self._op.config.elastic
-        if error is not None and not refused:
-            self._op._broken = error
-        self._op._lock.release()
 
 
 class EpDispatchCombineOp:
@@ -107,6 +79,7 @@ class EpDispatchCombineOp:
         if comm is None:
             comm = self._owned = mori_shmem.init(name=f"mori-ep/{next(_numbers)}")
         self.comm = comm
+        self.trace: Trace | None = None  # set one, and every call adds its steps
         self._closed = False
         self._broken: BaseException | None = None
         self._lock = threading.Lock()
@@ -128,13 +101,16 @@ class EpDispatchCombineOp:
         self.plan = target.plan_for(config)
         self.layout = target.layout_for(config, self.plan)
         self._window = comm.alloc(self.layout.nbytes)
-        self._runner = target.Runner(comm, self._window, self.layout, config, self.plan, self.values)
+        self._runner: Runner = target.Runner(comm, self._window, self.layout, config, self.plan, self.values)
         self._cache_views = not self.values[DISABLE_VIEW_CACHE]
         self._dispatches: dict[DispatchShape, _Prepared] = {}
         self._combines: dict[CombineShape, _Prepared] = {}
-        self._num_tokens = -1  # of the last dispatch
+        self._num_tokens = self._sent_tokens = -1  # of the last dispatch, and of one that was sent only
+        self._came_with: torch.Tensor | None = None  # the weights of the last dispatch_standard_moe
+        self._no_ranges = torch.empty(0, dtype=torch.int64, device=comm.device)
+        self.packed_recv_scales: torch.Tensor | None = None
         self._half: str | None = None  # the second half that is due
-        self._turns = {what: _Turn(self, what) for what in _CALLS}
+        self._turns = {what: Turn(self, what) for what in CALLS}
         self.local_expert_count = torch.zeros(
             config.num_experts_per_rank, dtype=torch.int32, device=comm.device
         )
@@ -157,8 +133,8 @@ class EpDispatchCombineOp:
         routing: EpDispatchRoutingHandle | None = None,
         return_routing: bool = False,
     ) -> Any:
-        """Send every row to the ranks of its experts. Collective. Returns `Dispatched`; with return_routing the
-        handle of this dispatch as a sixth value.
+        """Send every row to the ranks of its experts. Collective. Returns `Dispatched`; with return_routing
+        the handle of this dispatch as a sixth value.
 
         input    # [n, hidden], a row's payload; n from 0 to the capacity, hidden up to hidden_dim
         weights  # [n, k] fp32, or None
@@ -171,9 +147,10 @@ class EpDispatchCombineOp:
             input, weights, scales, indices, routing, (block_num, rdma_block_num, warp_per_block)
         )
         checks.check_ids(self.values, self.config, indices)
+        checks.check_replay(routing, input.shape[0])
         with self._turns["dispatch"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
-            checks.check_replay(routing, input.shape[0])
+            self._num_tokens = -1  # until this one has come through
             self._runner.dispatch(prepared.launch, call)
             self._num_tokens = input.shape[0]
             if call_local_expert_count:
@@ -205,8 +182,9 @@ class EpDispatchCombineOp:
         checks.check_ids(self.values, self.config, indices)
         with self._turns["dispatch_send"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
+            self._num_tokens = -1
             self._runner.dispatch_send(prepared.launch, call)
-            self._num_tokens = input.shape[0]
+            self._sent_tokens = input.shape[0]
             self._half = "dispatch_recv"
         results: Dispatched = prepared.results or self._dispatch_views(shape)
         return results
@@ -216,10 +194,11 @@ class EpDispatchCombineOp:
     ) -> None:
         """The half that waits. It goes by what the send was given; nothing is passed again."""
         with self._turns["dispatch_recv"]:
+            self._half = None
             self._runner.dispatch_recv()
+            self._num_tokens = self._sent_tokens
             if call_local_expert_count:
                 self._runner.count_experts(self.local_expert_count)
-            self._half = None
 
     # ---- combine ----
 
@@ -288,17 +267,91 @@ class EpDispatchCombineOp:
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         """The half that waits, with the shape of its send."""
         with self._turns["combine_recv"]:
-            self._runner.combine_recv()
             self._half = None
+            self._runner.combine_recv()
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
-        """[recv capacity, hidden] of this rank's window, for combine without a copy: fill its first rows, pass it
-        to combine with use_external_inp_buf=0. It may be filled from the moment a dispatch has returned."""
+        """[recv capacity, hidden] of this rank's window, for combine without a copy: fill its first rows,
+        pass it to combine with use_external_inp_buf=0. It may be filled from the moment a dispatch has
+        returned."""
         self._check_usable()
         hidden = self.config.hidden_dim if hidden_dim == -1 else hidden_dim
         checks.check_combine_dtype(self.config, self.dispatch_dtype, dtype)
         checks.check_hidden(self.config, hidden, dtype)
         return self._runner.view("y", (self.config.recv_capacity, hidden), dtype)
+
+    # ---- rows by expert ----
+
+    def dispatch_standard_moe(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> Packed:
+        """`dispatch`, and its rows laid out by expert. Collective. The weights that came along are kept for
+        `combine_standard_moe`, the scales are in `packed_recv_scales`."""
+        rows, came, scale, ids, _ = self.dispatch(
+            input, weights, scales, indices, block_num, rdma_block_num, warp_per_block
+        )
+        self._came_with = came if weights is not None else None
+        return self._packed(rows, ids, scale)
+
+    def combine_standard_moe(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> Combined:
+        """The way back of `dispatch_standard_moe`: every expert's row times its weight, added up here, then
+        `combine`. Collective.
+
+        input    # [experts of this rank, recv capacity, hidden]
+        weights  # as for `combine`: sums of weights that are wanted besides; usually None
+        """
+        rows = self.convert_combine_input(input, weights=self._came_with)
+        return self.combine(
+            rows, weights, indices, block_num, rdma_block_num, warp_per_block, use_external_inp_buf=0
+        )
+
+    def convert_dispatch_output(
+        self, dispatch_out_x: torch.Tensor, dispatch_out_topk_idx: torch.Tensor, **geometry: int
+    ) -> Packed:
+        """The rows of the last dispatch, laid out by expert: the tensors are those that it returned."""
+        return self._packed(dispatch_out_x, dispatch_out_topk_idx, None)
+
+    def convert_combine_input(
+        self,
+        packed_recv_x: torch.Tensor,
+        packed_recv_src_info: torch.Tensor | None = None,
+        packed_recv_layout_range: torch.Tensor | None = None,
+        *,
+        weights: torch.Tensor | None = None,
+        **geometry: int,
+    ) -> torch.Tensor:
+        """The way back: [recv capacity, hidden] in the registered buffer, for `combine` with
+        use_external_inp_buf=0. Every expert's row is multiplied by its slot in `weights`, those that dispatch
+        returned; without them rows are added as they are."""
+        self._check_usable()
+        if packed_recv_x.dim() != 3:
+            raise ArgumentError(
+                f"packed_recv_x is {tuple(packed_recv_x.shape)}: [experts, rows, hidden] is needed"
+            )
+        into = self.get_registered_combine_input_buffer(packed_recv_x.dtype, packed_recv_x.shape[2])
+        self._runner.from_experts(packed_recv_x, weights, into)
+        return into
+
+    def _packed(self, rows: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None) -> Packed:
+        self._check_usable()
+        packed, packed_scales, count, positions = self._runner.to_experts(rows, ids, scales)
+        self.packed_recv_scales = packed_scales
+        return packed, count, positions, self._no_ranges
 
     # ---- what came, and from where ----
 
@@ -309,7 +362,8 @@ class EpDispatchCombineOp:
 
     def decode_send_flat_idx(self, position: int) -> tuple[int, int]:
         """(source rank, source token) of such a number."""
-        return divmod(int(position), self.config.position_stride)
+        stride = self.config.position_stride
+        return int(position) // stride, int(position) % stride
 
     # ---- ranks that are left out ----
 
@@ -320,7 +374,8 @@ class EpDispatchCombineOp:
         self._check_elastic()
         if type(rank) is not int or not 0 <= rank < self.config.world_size or rank == self.config.rank:
             raise ArgumentError(
-                f"rank {rank!r} cannot be masked here: ranks are 0..{self.config.world_size - 1}, and this is "
+                f"rank {rank!r} cannot be masked here: ranks are 0..{self.config.world_size - 1}, and this "
+                f"is "
                 f"rank {self.config.rank}"
             )
         self._runner.set_masked(rank, masked)
@@ -346,7 +401,7 @@ class EpDispatchCombineOp:
     @property
     def window_bytes(self) -> int:
         """The bytes of symmetric memory that this op holds on this rank."""
-        return self.layout.nbytes
+        return int(self.layout.nbytes)
 
     def close(self) -> None:
         """Give the window back. Local; twice is fine. Tensors over it stay readable."""
@@ -397,7 +452,9 @@ class EpDispatchCombineOp:
 
     def _dispatch_views(self, shape: DispatchShape) -> Dispatched:
         rows, topk, view = self.config.recv_capacity, self.config.num_experts_per_token, self._runner.view
-        scales = shape.scale_dtype and view("out_scales", (rows, shape.scale_dim), shape.scale_dtype)
+        scales = None
+        if shape.scale_dtype is not None:
+            scales = view("out_scales", (rows, shape.scale_dim), shape.scale_dtype)
         return (
             view("out", (rows, shape.hidden), shape.dtype),
             view("out_weights", (rows, topk), torch.float32),
@@ -419,7 +476,8 @@ class EpDispatchCombineOp:
         if self._broken is not None:
             raise MoriError(
                 "this EpDispatchCombineOp cannot be used any more since a call failed with "
-                f"{type(self._broken).__name__}: {self._broken}. Close it; make a new communicator and a new op"
+                f"{type(self._broken).__name__}: {self._broken}. Close it; make a new communicator and a new "
+                f"op"
             )
 
     def _check_elastic(self) -> None:

@@ -1,11 +1,12 @@
 """From a configuration to the ways in which its rows travel. Pure; the same on every rank.
 
-All ways give the same rows in the same order and the same maps, so nobody can tell from a result which one was
-taken. A target decides which ways it has (`targets/`).
+All ways give the same rows in the same order and the same maps, so nobody can tell from a result which one
+was taken. A target decides which ways it has (`targets/`).
 
   dispatch
     COUNTS   ranks tell each other how many rows they send to whom, then store each row where it belongs
-    SLOTS    rows go to a block that the receiver keeps for the source, and the receiver lays the blocks together
+    SLOTS    rows go to a block that the receiver keeps for the source, and the receiver lays the blocks
+             together
     QUEUES   as SLOTS, but rows are packed first and a copy queue carries the block: the caller may compute
              between the two halves
   combine

@@ -1,7 +1,8 @@
 """What a row consists of, and the bytes that a call moves.
 
-A row goes once from a token to each *rank* that holds one of its experts, however many of them that rank holds.
-It is the payload, the scales, the token's expert ids and weights (all of them, global ids), and where it is from.
+A row goes once from a token to each *rank* that holds one of its experts, however many of them that rank
+holds. It is the payload, the scales, the token's expert ids and weights (all of them, global ids), and where
+it is from.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The same calls on plain tensors of all ranks at once: what "right" means, byte for byte.
 
-    received = dispatch(ranks, experts_per_rank)          # for every rank, the rows that it must get, in order
+    received = dispatch(ranks, experts_per_rank)          # for every rank, the rows that it must get, in
+                                                          order
     out = combine(ranks, received, y, experts_per_rank)   # for every rank, what it must get back
 
 Order of rows: by (source rank, token). Order of additions: a token's experts in slot order, each rank at the
@@ -104,7 +105,8 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def rel_l2(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative error of a whole tensor; 0 where both are 0."""
-    difference, size = (got.double() - want.double()).norm().item(), want.double().norm().item()
+    difference = float((got.double() - want.double()).norm())
+    size = float(want.double().norm())
     return difference / size if size else difference
 
 

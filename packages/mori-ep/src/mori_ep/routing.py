@@ -1,4 +1,5 @@
-"""The maps of one dispatch, as an object of the caller's: to replay it, or to combine it while others are open.
+"""The maps of one dispatch, as an object of the caller's: to replay it, or to combine it while others are
+open.
 
 A map entry is rank * S + row with S = world_size * max_num_inp_token_per_rank, or `null` = world_size * S.
 Everything here is a copy; no later call of the op changes it.

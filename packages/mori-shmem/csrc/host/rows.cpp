@@ -80,11 +80,11 @@ const Loops& loops_of(Kind kind) {
 }
 
 // sums = or += the numbers [begin, begin + count) of a row.
-void take(float* sums, const char* row, const RowCode& code, uint64_t begin, uint64_t count, bool first) {
+void take(float* sums, const char* row, const RowCode& code, uint64_t begin, uint64_t count, float factor, bool first) {
   const Loops& loops = loops_of(code.kind);
   const auto one = first ? loops.set : loops.add;
   if (code.scale_block == 0) {
-    one(sums, row + begin * loops.half_bytes / 2, 1.0f, count);
+    one(sums, row + begin * loops.half_bytes / 2, factor, count);
     return;
   }
   const char* scales = row + code.scales_at();
@@ -93,9 +93,16 @@ void take(float* sums, const char* row, const RowCode& code, uint64_t begin, uin
     const uint64_t end = std::min(begin + count, (block + 1) * code.scale_block);
     float scale;
     std::memcpy(&scale, scales + 4 * block, sizeof scale);
-    one(sums + (at - begin), row + at * loops.half_bytes / 2, scale, end - at);
+    one(sums + (at - begin), row + at * loops.half_bytes / 2, scale * factor, end - at);
     at = end;
   }
+}
+
+float factor_of(const Factors& factors, uint64_t at, uint64_t slot, uint64_t width) {
+  float factor = factors.factors[at + slot];
+  for (uint64_t j = slot + 1; j < width; ++j)
+    if (factors.ids[at + j] == factors.ids[at + slot]) factor += factors.factors[at + j];
+  return factor;
 }
 
 MORI_VECTOR_CLONES uint32_t largest_magnitude(const uint16_t* __restrict row, uint64_t count) {
@@ -129,13 +136,14 @@ void quantize_row(char* out, const uint16_t* row, const RowCode& code) {
 
 }  // namespace
 
-std::vector<int64_t> group_slots(const int32_t* ids, const SlotMap& map, int64_t group_size, int64_t num_groups) {
+std::vector<int64_t> group_slots(const int32_t* ids, const SlotMap& map, int64_t first, int64_t group_size,
+                                 int64_t num_groups) {
   std::vector<int64_t> counts(static_cast<size_t>(num_groups), 0);
   std::vector<uint64_t> last_row(static_cast<size_t>(num_groups), UINT64_MAX);
   const int64_t limit = group_size * num_groups;
   for (uint64_t row = 0; row < map.rows; ++row)
     for (uint64_t j = 0; j < map.width; ++j) {
-      const int64_t id = ids[row * map.width + j];
+      const int64_t id = ids[row * map.width + j] - first;
       int32_t slot = map.null;
       if (id >= 0 && id < limit) {
         const auto group = static_cast<size_t>(id / group_size);
@@ -171,23 +179,25 @@ void scatter_rows(const SlotMap& map, const std::vector<Field>& fields, const st
 uint64_t RowCode::code_bytes() const { return (width * loops_of(kind).half_bytes + 1) / 2; }
 
 void sum_rows(char* out, Kind out_kind, const SlotMap& map, const std::vector<const char*>& tables, uint64_t pitch,
-              const RowCode& code) {
+              const RowCode& code, const Factors& factors) {
   const Loops& result = loops_of(out_kind);
   const uint64_t out_bytes = code.width * result.half_bytes / 2;
   std::vector<const char*> sources(map.width);
+  std::vector<float> weights(map.width, 1.0f);
   alignas(64) float sums[kBlock];
   for (uint64_t row = 0; row < map.rows; ++row, out += out_bytes) {
     size_t num_sources = 0;
     for (uint64_t j = 0; j < map.width; ++j) {
       const int32_t slot = map.slots[row * map.width + j];
       if (slot == map.null || tables[slot / map.stride] == nullptr) continue;
+      if (factors.factors != nullptr) weights[num_sources] = factor_of(factors, row * map.width, j, map.width);
       sources[num_sources++] = tables[slot / map.stride] + static_cast<uint64_t>(slot % map.stride) * pitch;
     }
     if (num_sources == 0) std::memset(out, 0, out_bytes);
     if (num_sources == 0) continue;
     for (uint64_t begin = 0; begin < code.width; begin += kBlock) {
       const uint64_t count = std::min(kBlock, code.width - begin);
-      for (size_t i = 0; i < num_sources; ++i) take(sums, sources[i], code, begin, count, i == 0);
+      for (size_t i = 0; i < num_sources; ++i) take(sums, sources[i], code, begin, count, weights[i], i == 0);
       result.code(out + begin * result.half_bytes / 2, sums, 1.0f, count);
     }
   }

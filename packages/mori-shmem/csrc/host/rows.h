@@ -19,9 +19,11 @@ struct SlotMap {
   uint64_t size() const { return rows * width; }
 };
 
-// Fill the map from ids [rows][width]: id i belongs to group i / group_size; ids outside of all groups, and a row's later
-// ids of the same group, get `null`. Rows are numbered within a group in their order. Returns how many rows each group has.
-std::vector<int64_t> group_slots(const int32_t* ids, const SlotMap& map, int64_t group_size, int64_t num_groups);
+// Fill the map from ids [rows][width]: id i belongs to group (i - first) / group_size; ids outside of all groups, and a
+// row's later ids of the same group, get `null`. Rows are numbered within a group in their order. Returns how many rows
+// each group has.
+std::vector<int64_t> group_slots(const int32_t* ids, const SlotMap& map, int64_t first, int64_t group_size,
+                                 int64_t num_groups);
 
 // Add first[group] to every index.
 void shift_slots(const SlotMap& map, const std::vector<int64_t>& first);
@@ -49,9 +51,14 @@ struct RowCode {
 };
 
 // out[row] = sum over the row's slots, in their order, of the row at tables[group] + index * pitch: added in fp32, rounded
-// once to `out_kind`. A row without any gives zeros. A table of 0 leaves the group out.
+// once to `out_kind`. A row without any gives zeros. A table of 0 leaves the group out. `factors` (may be null) holds a
+// factor for each slot; those of slots with no place of their own whose id is the same are added to it.
+struct Factors {
+  const float* factors = nullptr;  // [rows][width]
+  const int32_t* ids = nullptr;
+};
 void sum_rows(char* out, Kind out_kind, const SlotMap& map, const std::vector<const char*>& tables, uint64_t pitch,
-              const RowCode& code);
+              const RowCode& code, const Factors& factors = {});
 
 // Rows of bf16 to rows of `code`, pitch = code.nbytes(). With scales, a block's largest magnitude gets the largest code;
 // a block of zeros has scale 1, and one with an infinity or a NaN becomes NaN as a whole.

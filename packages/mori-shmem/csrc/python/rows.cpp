@@ -33,10 +33,10 @@ RowCode code_of(const Code& code) { return {kind_of(std::get<0>(code)), std::get
 void bind_rows(py::module_& m) {
   m.def(
       "group_slots",
-      [](uint64_t ids, const Map& map, int64_t group_size, int64_t num_groups) {
-        return group_slots(at<const int32_t>(ids), map_of(map), group_size, num_groups);
+      [](uint64_t ids, const Map& map, int64_t first, int64_t group_size, int64_t num_groups) {
+        return group_slots(at<const int32_t>(ids), map_of(map), first, group_size, num_groups);
       },
-      py::arg("ids"), py::arg("map"), py::arg("group_size"), py::arg("num_groups"), NoGil());
+      py::arg("ids"), py::arg("map"), py::arg("first"), py::arg("group_size"), py::arg("num_groups"), NoGil());
   m.def(
       "shift_slots", [](const Map& map, const std::vector<int64_t>& first) { shift_slots(map_of(map), first); },
       py::arg("map"), py::arg("first"), NoGil());
@@ -63,12 +63,14 @@ void bind_rows(py::module_& m) {
   m.def(
       "sum_rows",
       [](uint64_t out, const std::string& out_kind, const Map& map, const std::vector<uint64_t>& tables, uint64_t pitch,
-         const Code& code) {
+         const Code& code, uint64_t factors, uint64_t ids) {
         std::vector<const char*> places;
         for (const uint64_t address : tables) places.push_back(at<const char>(address));
-        sum_rows(at<char>(out), kind_of(out_kind), map_of(map), places, pitch, code_of(code));
+        sum_rows(at<char>(out), kind_of(out_kind), map_of(map), places, pitch, code_of(code),
+                 {at<const float>(factors), at<const int32_t>(ids)});
       },
-      py::arg("out"), py::arg("out_kind"), py::arg("map"), py::arg("tables"), py::arg("pitch"), py::arg("code"), NoGil());
+      py::arg("out"), py::arg("out_kind"), py::arg("map"), py::arg("tables"), py::arg("pitch"), py::arg("code"),
+      py::arg("factors") = 0, py::arg("ids") = 0, NoGil());
   m.def(
       "quantize_rows",
       [](uint64_t out, uint64_t rows, uint64_t num_rows, const Code& code) {

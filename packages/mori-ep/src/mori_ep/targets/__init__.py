@@ -1,7 +1,8 @@
 """One package per target. Each offers the same things, to be read side by side; see `target_for`.
 
-What a target's Runner gets is checked: contiguous tensors on its device, shapes and dtypes that fit together and
-into the capacities. It owns the op's memory, flags and counts of calls, and is called by one thread at a time.
+What a target's Runner gets is checked: contiguous tensors on its device, shapes and dtypes that fit together
+and into the capacities. It owns the op's memory, flags and counts of calls, and is called by one thread at a
+time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ TARGETS = {"host": "mori_ep.targets.host"}
 
 
 class DispatchShape(NamedTuple):
-    """All of a dispatch that can change from call to call but for its number of tokens. The key of a launch."""
+    """All of a dispatch that can change from call to call but for its number of tokens. The key of a
+    launch."""
 
     hidden: int
     dtype: torch.dtype
@@ -67,7 +69,8 @@ class Runner(Protocol):
     """One op's memory and flags on this rank."""
 
     def view(self, region: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor over one of the regions of layout.py, at its start. The address is the same each time."""
+        """A new tensor over one of the regions of layout.py, at its start. The address is the same each
+        time."""
 
     def prepare_dispatch(self, shape: DispatchShape) -> Any:
         """What `dispatch` needs for calls of this shape; made once per shape."""
@@ -99,6 +102,21 @@ class Runner(Protocol):
 
     def count_experts(self, counts: torch.Tensor) -> None:
         """counts[e] = (row, slot) pairs received for my e-th expert in the last dispatch."""
+
+    def to_experts(
+        self, rows: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Rows of the last dispatch laid out by expert: rows [experts, recv capacity, hidden], scales
+        likewise, the rows of each expert [experts] int32, and their source positions [experts, recv capacity]
+        int32. Memory of the runner's, the same in every call."""
+
+    def from_experts(self, packed: torch.Tensor, weights: torch.Tensor | None, into: torch.Tensor) -> None:
+        """The way back: into[row] = sum over its experts here of weight * row of `packed`, fp32, rounded
+        once."""
+
+    def trace_steps(self, on: bool) -> list[tuple[str, int]]:
+        """Begin to note when the steps of a call end, or stop and give (step, time.monotonic_ns). A target
+        whose calls return before their work is done has no steps to tell of."""
 
     def masked(self) -> list[bool]:
         """By rank: whether it is left out (elastic)."""

@@ -1,4 +1,5 @@
-"""Ranks that are processes of one machine: rows move by loops in C++, or by the copy engines of mori-shmem."""
+"""Ranks that are processes of one machine: rows move by loops in C++, or by the copy engines of
+mori-shmem."""
 
 from mori_ep.layout import layout_for
 from mori_ep.plan import plan_for
