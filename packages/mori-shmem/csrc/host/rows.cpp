@@ -170,7 +170,7 @@ void scatter_rows(const SlotMap& map, const std::vector<Field>& fields, const st
       const auto& target = targets[slot / map.stride];
       const auto index = static_cast<uint64_t>(slot % map.stride);
       for (size_t f = 0; f < fields.size(); ++f)
-        if (target[f] != nullptr)
+        if (target[f] != nullptr && fields[f].row_bytes != 0)
           std::memcpy(target[f] + index * fields[f].row_bytes, fields[f].source + row * fields[f].row_bytes,
                       fields[f].row_bytes);
     }

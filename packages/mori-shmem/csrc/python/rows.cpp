@@ -57,7 +57,8 @@ void bind_rows(py::module_& m) {
   m.def(
       "copy_ranges",
       [](const std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>& ranges) {
-        for (const auto& [to, from, nbytes] : ranges) std::memcpy(at<char>(to), at<const char>(from), nbytes);
+        for (const auto& [to, from, nbytes] : ranges)
+          if (nbytes != 0) std::memcpy(at<char>(to), at<const char>(from), nbytes);
       },
       py::arg("ranges"), NoGil());
   m.def(

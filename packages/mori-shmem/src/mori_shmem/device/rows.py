@@ -42,8 +42,8 @@ class RowCode(NamedTuple):
 def group_slots(ids: int, slot_map: SlotMap, first: int, group_size: int, num_groups: int) -> list[int]:
     """Fill the map from int32 ids of the same shape; returns the rows of each group.
 
-    Id i belongs to group (i - first) // group_size. Ids of no group, and later ids of a group that the row has named
-    already, get `null`. Within a group rows are numbered in their order.
+    Id i belongs to group (i - first) // group_size. Ids of no group, and later ids of a group that the row
+    has named already, get `null`. Within a group rows are numbered in their order.
     """
     return native.group_slots(ids, slot_map, first, group_size, num_groups)
 
