@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+
 import pytest
 import torch
-from mori_shmem.device.rows import RowCode, SlotMap, count_ids, group_slots, quantize_rows, sum_rows
+from mori_shmem.core import native
+from mori_shmem.device.rows import (
+    RowCode,
+    SlotMap,
+    count_ids,
+    group_slots,
+    quantize_rows,
+    scatter_rows,
+    sum_rows,
+)
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -71,3 +83,19 @@ def test_ids_are_counted_within_their_range_only() -> None:
 
 def test_slots_of_no_rows() -> None:
     assert group_slots(0, SlotMap(0, 0, 8, 10, -1), 0, 4, 3) == [0, 0, 0]
+
+
+def test_EP_3_rows_beyond_four_gigabytes_are_exact() -> None:
+    """Row 300000 of 14336 bytes, in sparse memory: an offset or a product of 32 bits would land elsewhere."""
+    nbytes = 300_001 * 14336
+    fd = native.create_memory(nbytes, "rows")
+    memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    os.close(fd)
+    x = torch.randn(1, 7168).bfloat16()
+    slots = torch.tensor([[300_000]], dtype=torch.int32)
+    slot_map = SlotMap(slots.data_ptr(), 1, 1, 300_001, -1)
+    scatter_rows(slot_map, [(x.data_ptr(), 14336)], [[memory.data_ptr()]])
+    assert torch.equal(memory[-14336:].view(torch.bfloat16), x[0])
+    out = torch.empty_like(x)
+    sum_rows(out.data_ptr(), "bf16", slot_map, [memory.data_ptr()], 14336, RowCode("bf16", 7168))
+    assert torch.equal(out, x)
