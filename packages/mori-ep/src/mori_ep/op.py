@@ -321,10 +321,16 @@ class EpDispatchCombineOp:
         )
 
     def convert_dispatch_output(
-        self, dispatch_out_x: torch.Tensor, dispatch_out_topk_idx: torch.Tensor, **geometry: int
+        self,
+        dispatch_out_x: torch.Tensor,
+        dispatch_out_topk_idx: torch.Tensor,
+        *,
+        dispatch_out_scales: torch.Tensor | None = None,
+        **geometry: int,
     ) -> Packed:
-        """The rows of the last dispatch, laid out by expert: the tensors are those that it returned."""
-        return self._packed(dispatch_out_x, dispatch_out_topk_idx, None)
+        """The rows of the last dispatch, laid out by expert: the tensors are those that it returned. With its
+        scales, theirs are in `packed_recv_scales`. Between the halves of a dispatch: what will be filled."""
+        return self._packed(dispatch_out_x, dispatch_out_topk_idx, dispatch_out_scales)
 
     def convert_combine_input(
         self,
