@@ -25,8 +25,8 @@ KERNELS = {
     "tables": {"count_experts": 64, "copy_routing": 64},
     "combine": {"combine_packets": 102, "combine_pull": 255},  # 640 and 256 threads
     "quantised": {"combine_pull": 255},
+    "experts": {"place_by_expert": 255, "spread_rows": 255, "gather_rows": 255},
 }
-
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,7 @@ def fields_of(text: str, struct: str) -> list[str]:
     ]
 
 
+HEADERS = {"ExpertParams": "experts.cu"}
 STRUCTS = ("Common", "RowShape", "RowArrays", "DispatchParams", "CombineParams")
 CONSTANTS = {
     "params.cuh": ("MAX_RANKS", "MAX_TOP_K", "MASK_WORDS", "HEADER_PACKETS", "SEND", "RECEIVE"),

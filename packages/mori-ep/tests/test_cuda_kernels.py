@@ -22,7 +22,7 @@ from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch, Maps
 from mori_ep.targets.cuda.layout import layout_for
 from mori_ep.targets.cuda.params import BOTH, RECEIVE, SEND
 from mori_ep.targets.cuda.place import Place, blocks_of
-from mori_shmem.errors import ArgumentError, PeerTimeout, UnsupportedShape
+from mori_shmem.errors import ArgumentError, CollectiveMismatch, PeerTimeout, UnsupportedShape
 from mori_shmem.targets.cuda.fault_record import FIELDS
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(240)]
@@ -420,23 +420,37 @@ def test_a_combine_that_a_rank_misses_is_named(packets: bool) -> None:
 
 
 def test_more_rows_than_there_is_room_for() -> None:
-    """The rows that fit are right, nothing is written beyond them, and the error has the numbers."""
+    """The rows that fit are right, nothing is written beyond them, and all ranks' errors have the numbers."""
     node = Node(2, max_num_inp_token_per_rank=600, max_total_recv_tokens=200)
     for tokens in (128, 600):
-        given = make_inputs(node, [tokens, tokens], 2, experts=range(8))
+        given = make_inputs(node, [tokens, 7], 2, experts=range(8))
         torch.cuda.synchronize()
         node.dispatch(given)
         got = snapshot(node, given)
-        error = error_in(node)
-        assert isinstance(error, UnsupportedShape)
-        assert f"sent {2 * tokens} rows" in str(error)
-        assert "room for 200" in str(error)
-        assert int(got[0]["count"]) == 200
-        rows = torch.cat([bytes_of(g.x) for g in given])[:200]
-        assert torch.equal(got[0]["out"][:200], rows)
+        torch.cuda.synchronize()
+        errors = [error_of(found, 1) for found in node.faults()]
+        assert [type(error) for error in errors] == [UnsupportedShape] * 2
+        assert f"rank 0 sends {tokens} rows to rank 0" in str(errors[1])
+        assert "room for 100 of each rank" in str(errors[1])
+        count = min(tokens + 7, 200)
+        assert int(got[0]["count"]) == count
+        rows = torch.cat([bytes_of(g.x) for g in given])[:count]
+        assert torch.equal(got[0]["out"][:count], rows)
         for rank in node.ranks:
             rank.record.zero_()
             assert not rank.view("y", (1, 512), BF16).any()  # what lies behind
+
+
+def test_a_combine_of_too_few_rows() -> None:
+    node = Node(2)
+    given = make_inputs(node, [40, 40], 1)
+    node.dispatch(given)
+    torch.cuda.synchronize()
+    y = [torch.zeros(256, 512, dtype=BF16, device="cuda"), torch.zeros(7, 512, dtype=BF16, device="cuda")]
+    node.combine(y, None, [40, 40])
+    error = error_in(node)
+    assert isinstance(error, ArgumentError)
+    assert "rank 1 combined an input of 7 rows" in str(error)
 
 
 def test_calls_of_different_kinds_are_told_apart() -> None:
@@ -449,7 +463,7 @@ def test_calls_of_different_kinds_are_told_apart() -> None:
         launch.launch(rank.stream.cuda_stream, given.x, given.weights, None, given.ids)
     torch.cuda.synchronize()
     errors = [error_of(found, 0.5) for found in node.faults()]
-    assert [type(error) for error in errors] == [ArgumentError, ArgumentError]
+    assert [type(error) for error in errors] == [CollectiveMismatch] * 2
     assert "rank 1 made a dispatch of another kind than rank 0" in str(errors[0])
 
 

@@ -31,8 +31,7 @@ typedef Element<ELEMENT> Rows;                              // of y and of the r
 typedef Element<WIRE == AS_IT_IS ? ELEMENT : E4M3FN> Wired;  // of what peers read
 
 DEVICE unsigned* word_at(const CombineParams& p, int rank, uint64_t at, int source) { return (unsigned*)(p.c.window[rank] + at) + source; }
-DEVICE unsigned packet_ranks(const CombineParams& p) { return p.meta ? (unsigned)p.meta[META_PACKETS] & p.c.alive : 0; }
-DEVICE unsigned pulling_ranks(const CombineParams& p) { return p.c.alive & ~packet_ranks(p); }
+DEVICE unsigned packet_ranks(const CombineParams& p) { return p.meta ? load_early(p.meta + META_PACKETS) & p.c.alive : 0; }
 DEVICE size_t row_units(const CombineParams& p) { return p.payload_units; }
 
 // ---- a token's rows ----
@@ -88,8 +87,12 @@ DEVICE void await_all(const CombineParams& p, uint64_t at, unsigned e, unsigned 
   if (threadIdx.x < p.c.world && ranks >> threadIdx.x & 1) wait_reached(p.c, word_at(p, p.c.rank, at, threadIdx.x), e, threadIdx.x, what);
 }
 
+// Rows that the caller has not given are a fault (see serve); what is read in their place is one that he has.
+DEVICE size_t given_row(const CombineParams& p, size_t row) { return row < (size_t)p.y_rows ? row : 0; }
+
 // A row of y as units, its weights behind it.
 DEVICE uint4 load_y(const CombineParams& p, size_t row, int u) {
+  row = given_row(p, row);
   if (u < p.payload_units) return load_once((const uint4*)p.y + row * row_units(p) + u);
   const int k = 4 * (u - p.payload_units), n = p.c.top_k;
   const unsigned* w = (const unsigned*)p.weights + row * n;
@@ -108,15 +111,14 @@ DEVICE char* slot_of(const CombineParams& p, int at_rank, int from, size_t t, un
 }
 
 // All threads: my rows of the owners that want packets.
-DEVICE void push_rows(const CombineParams& p, unsigned e, unsigned packet_owners, int count) {
+DEVICE void push_rows(const CombineParams& p, unsigned e, unsigned packet_owners, int count, unsigned first_source) {
   const Common& c = p.c;
   const unsigned to = packet_owners & ~(1u << c.rank);
   const int units = packet_units(p), groups = groups_of(units);
   const int width = c.threads_a_row, lanes = blockDim.x / width, lane = threadIdx.x / width, me = threadIdx.x % width;
-  int row = blockIdx.x + lane * gridDim.x;
-  unsigned source = row < c.capacity ? p.source[row] : 0;  // under way together with count and meta
   if (!to || lane >= lanes) return;
-  for (; row < count; row += gridDim.x * lanes, source = row < count ? p.source[row] : 0) {
+  unsigned source = first_source;
+  for (int row = blockIdx.x + lane * gridDim.x; row < count; row += gridDim.x * lanes, source = row < count ? p.source[row] : 0) {
     const int owner = rank_of_entry(c, source);
     if (!(to >> owner & 1)) continue;
     char* slot = slot_of(p, owner, c.rank, source - owner * rows_a_rank(c), e);
@@ -133,7 +135,7 @@ DEVICE float larger(float a, float b) { return bits_float(max(__float_as_uint(a)
 // A warp: one row of y as e4m3, for peers to read; in blocks each scaled by what its largest value needs.
 DEVICE void stage_row(const CombineParams& p, size_t row) {
   const int lane = threadIdx.x & 31;
-  const uint4* from = (const uint4*)p.y + row * row_units(p);
+  const uint4* from = (const uint4*)p.y + given_row(p, row) * row_units(p);
   uint4* to = (uint4*)(p.c.window[p.c.rank] + p.at_y) + row * p.wire_units;
   float* scales = (float*)(p.c.window[p.c.rank] + p.at_y_scales) + row * p.scale_units;
   const int block = WIRE == BLOCKWISE ? p.wire_units / p.scale_units : 1;  // units of one scale: a power of two up to 32
@@ -164,7 +166,7 @@ DEVICE void stage_row(const CombineParams& p, size_t row) {
 // A warp: a copy of one row of y.
 DEVICE void stage_row(const CombineParams& p, size_t row) {
   const int lane = threadIdx.x & 31, units = p.payload_units;
-  const uint4* from = (const uint4*)p.y + row * units;
+  const uint4* from = (const uint4*)p.y + given_row(p, row) * units;
   uint4* to = (uint4*)(p.c.window[p.c.rank] + p.at_y) + row * units;
   int u = lane;
   for (; u - lane + 7 * 32 <= units; u += 7 * 32) {
@@ -178,15 +180,16 @@ DEVICE void stage_row(const CombineParams& p, size_t row) {
 }
 #endif
 
-// All threads: copy what pulling ranks are to read into the window, and say so.
+// All threads: tell the others that this rank is here; copy what pulling ranks are to read, and say that it is ready.
 DEVICE void stage_rows(const CombineParams& p, unsigned e, unsigned pullers, int count) {
   const Common& c = p.c;
   const unsigned readers = pullers & (WIRE == AS_IT_IS ? ~(1u << c.rank) : ~0u);  // I read my own where they are
-  if (!readers) return;
-  if (!p.stages && !p.weights) {
-    if (blockIdx.x == 0) tell_all(p, p.at_ready, e, true);
-    return;
+  const bool copies = readers && (p.stages || p.weights);
+  if (blockIdx.x == 0) {
+    if (readers && !copies) tell_all(p, p.at_ready, e, true);  // first: a release waits for all stores before it
+    tell_all(p, p.at_entered, e, false);
   }
+  if (!copies) return;
   await_all(p, p.at_entered, e, c.alive, WAIT_ENTERED);
   __syncthreads();
   const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
@@ -194,7 +197,7 @@ DEVICE void stage_rows(const CombineParams& p, unsigned e, unsigned pullers, int
   for (int row = blockIdx.x + (threadIdx.x >> 5) * gridDim.x; row < count; row += gridDim.x * warps) {
     if (!(readers >> rank_of_entry(c, p.source[row]) & 1)) continue;
     if (p.stages) stage_row(p, row);
-    if (p.weights && lane < c.top_k) weights[(size_t)row * c.top_k + lane] = ((const float*)p.weights)[(size_t)row * c.top_k + lane];
+    if (p.weights && lane < c.top_k) weights[(size_t)row * c.top_k + lane] = ((const float*)p.weights)[given_row(p, row) * c.top_k + lane];
   }
   __shared__ bool last;
   __syncthreads();
@@ -204,8 +207,8 @@ DEVICE void stage_rows(const CombineParams& p, unsigned e, unsigned pullers, int
 }
 
 // All threads, at the end: with `guard`, nobody reads my rows any more.
-DEVICE void await_readers(const CombineParams& p, unsigned e) {
-  const unsigned me = 1u << p.c.rank, readers = pulling_ranks(p);
+DEVICE void await_readers(const CombineParams& p, unsigned e, unsigned readers) {
+  const unsigned me = 1u << p.c.rank;
   if (!p.guard || !readers) return;
   __shared__ bool last;
   __syncthreads();
@@ -216,12 +219,21 @@ DEVICE void await_readers(const CombineParams& p, unsigned e) {
   await_all(p, p.at_finished, e, readers & ~me, WAIT_FINISHED);
 }
 
-DEVICE void serve(const CombineParams& p, unsigned e) {
+// All threads. Returns the ranks that read rows in their peers' windows. The loads that lead to the first row go out
+// together: one after the other they took as long as the row itself.
+DEVICE unsigned serve(const CombineParams& p, unsigned e) {
+  const Common& c = p.c;
+  const int first = blockIdx.x + threadIdx.x / c.threads_a_row * gridDim.x;
   const unsigned packet_owners = packet_ranks(p);
-  const int count = *p.count;
-  if (blockIdx.x == 0) tell_all(p, p.at_entered, e, false);
-  push_rows(p, e, packet_owners, count);
-  stage_rows(p, e, p.c.alive & ~packet_owners, count);
+  const int count = (int)load_early(p.count);
+  const unsigned source = load_early(p.source + min(first, c.capacity - 1));
+  const unsigned pullers = c.alive & ~packet_owners;
+  if (c.phases & SEND) {
+    push_rows(p, e, packet_owners, count, source);
+    stage_rows(p, e, pullers, count);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && count > p.y_rows) write_fault(c, c.rank, TOO_FEW_ROWS, 0, p.y_rows, count);
+  }
+  return pullers;
 }
 
 // ---- few tokens ----
@@ -256,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(640) combine_packets(const __grid_c
   const unsigned e = this_call(c);
   const int units = packet_units(p), groups = groups_of(units);
   const int width = c.threads_a_row, lanes = blockDim.x / width, lane = threadIdx.x / width, me = threadIdx.x % width;
-  if (c.phases & SEND) serve(p, e);
+  const unsigned pullers = serve(p, e);
   if (!(c.phases & RECEIVE)) return;
   if (lane < lanes)
     for (int t = blockIdx.x + lane * gridDim.x; t < c.tokens; t += gridDim.x * lanes) {
@@ -278,9 +290,9 @@ extern "C" __global__ void __launch_bounds__(640) combine_packets(const __grid_c
       }
     }
   __syncthreads();
-  if (threadIdx.x == 0) leave_call(c, e);
+  leave_call(c, e);
   if (blockIdx.x == 0) await_all(p, p.at_entered, e, c.alive, WAIT_ENTERED);
-  await_readers(p, e);
+  await_readers(p, e, pullers);
 }
 #endif
 
@@ -293,9 +305,12 @@ struct Pulled {
   const float* scales;
 };
 DEVICE Pulled row_at(const CombineParams& p, const Place& at) {
-  if (WIRE == AS_IT_IS && at.rank == p.c.rank) return {(const uint4*)p.y + at.row * row_units(p), nullptr};
+  if (WIRE == AS_IT_IS && at.rank == p.c.rank) return {(const uint4*)p.y + given_row(p, at.row) * row_units(p), nullptr};
   const char* w = p.c.window[at.rank];
   return {(const uint4*)(w + p.at_y) + at.row * p.wire_units, (const float*)(w + p.at_y_scales) + at.row * p.scale_units};
+}
+DEVICE Pulled row_of(const CombineParams& p, size_t t, const Summands& from, int i) {
+  return i < from.count ? row_at(p, place_of(p, t, from, i)) : Pulled{nullptr, nullptr};
 }
 DEVICE void add_pulled(const CombineParams& p, float* sum, uint4 v, const Pulled& from, int u, bool first) {
   float term[Wired::PER_UNIT];
@@ -317,11 +332,12 @@ DEVICE void store_sum(const CombineParams& p, size_t t, int u, const float* sum)
 // The threads of one group. Two rows are under way at a time.
 DEVICE void pull_token(const CombineParams& p, size_t t, int me, int width) {
   const Summands from = summands_of(p, t);
+  const Pulled a0 = row_of(p, t, from, 0), b0 = row_of(p, t, from, 1);
   for (int u0 = me; u0 < p.wire_units; u0 += width * IN_FLIGHT) {
     float sum[IN_FLIGHT][Wired::PER_UNIT] = {};
     for (int i = 0; i < from.count; i += 2) {
       const bool two = i + 1 < from.count;
-      const Pulled a = row_at(p, place_of(p, t, from, i)), b = two ? row_at(p, place_of(p, t, from, i + 1)) : a;
+      const Pulled a = i ? row_of(p, t, from, i) : a0, b = i ? row_of(p, t, from, i + 1) : b0;
       uint4 va[IN_FLIGHT], vb[IN_FLIGHT];
 #pragma unroll
       for (int k = 0; k < IN_FLIGHT; k++)
@@ -346,8 +362,9 @@ DEVICE void pull_token(const CombineParams& p, size_t t, int me, int width) {
     float sum = 0;
     for (int i = 0; i < from.count; i++) {
       const Place at = place_of(p, t, from, i);
-      const float* w = at.rank == p.c.rank ? (const float*)p.weights : (const float*)(p.c.window[at.rank] + p.at_y_weights);
-      const float term = *(const volatile float*)(w + at.row * p.c.top_k + k);
+      const bool mine = at.rank == p.c.rank;
+      const float* w = mine ? (const float*)p.weights : (const float*)(p.c.window[at.rank] + p.at_y_weights);
+      const float term = *(const volatile float*)(w + (mine ? given_row(p, at.row) : at.row) * p.c.top_k + k);
       sum = i == 0 ? term : sum + term;
     }
     p.out_weights[t * p.c.top_k + k] = sum;
@@ -358,14 +375,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) combine_pull(const __grid_c
   const Common& c = p.c;
   const unsigned e = this_call(c);
   const int width = c.threads_a_row, lanes = blockDim.x / width, lane = threadIdx.x / width, me = threadIdx.x % width;
-  if (c.phases & SEND) serve(p, e);
+  const unsigned pullers = serve(p, e);
   if (!(c.phases & RECEIVE)) return;
   await_all(p, p.at_ready, e, WIRE == AS_IT_IS ? c.alive & ~(1u << c.rank) : c.alive, WAIT_READY);
   __syncthreads();
-  if (threadIdx.x == 0) leave_call(c, e);
+  leave_call(c, e);
   if (lane < lanes)
     for (int t = blockIdx.x + lane * gridDim.x; t < c.tokens; t += gridDim.x * lanes) pull_token(p, t, me, width);
-  await_readers(p, e);
+  await_readers(p, e, pullers);
 }
 
 extern "C" __device__ const unsigned combine_params_bytes = sizeof(CombineParams);

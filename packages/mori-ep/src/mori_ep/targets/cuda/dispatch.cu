@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(640) dispatch_packets(const __grid_
   }
   if (!(c.phases & RECEIVE)) return;
   __syncthreads();
-  if (threadIdx.x == 0) leave_call(c, e);
+  leave_call(c, e);
   receive_headers(p, headers, e);
   if (blockIdx.x == senders)
     enter_places(p, 0, c.tokens, [&](int d, int t) { return headers.mine[d] + own.before[d][t >> 5] + __popc(own.words[d][t >> 5] & ((1u << (t & 31)) - 1)); });
@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(512) dispatch_rows(const __grid_con
   }
   if (!(c.phases & RECEIVE)) return;
   __syncthreads();
-  if (threadIdx.x == 0) leave_call(c, e);
+  leave_call(c, e);
   if (blockIdx.x == 0) write_meta(p, headers);
   unpack(p, headers, e);
   if (blockIdx.x == 0) await_stored_rows(p, headers);

@@ -12,7 +12,7 @@ from ctypes import c_int, c_uint, c_uint64
 from dataclasses import dataclass
 
 import torch
-from mori_shmem.errors import LayoutError, UnsupportedShape
+from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
 from mori_shmem.jit import driver
 
 from mori_ep.targets import CombineShape, DispatchShape
@@ -103,6 +103,7 @@ class DispatchLaunch:
         p = DispatchParams(
             c=place.common(layout.dispatch_state, ctypes.sizeof(DispatchParams)),
             shape=self._row_shape,
+            room=place.config.recv_per_source,
             experts_a_rank=experts,
             experts_inverse=-(-(1 << 32) // experts) & 0xFFFFFFFF,
             at_header=layout.headers.offset_bytes,
@@ -199,7 +200,7 @@ class CombineLaunch:
         if config.quant_type == "none":
             self._packets = _Launch(module.function("combine_packets"), self.params)
         self._patch = _CombineWords(self.params)
-        self._registered = place.mine(layout.y) if shape.registered else 0
+        self._registered = place.mine(layout.y)
         self._key: tuple[int, bool, Geometry] = (-1, False, PLANNED)
         self._prepared: driver.PreparedLaunch | None = None
 
@@ -263,8 +264,14 @@ class CombineLaunch:
         if (tokens, packets, geometry) != self._key or made is None:
             made = self._choose(tokens, packets, geometry)
         words = self._patch
-        rows = self._registered or y.data_ptr()
-        words.y.value = rows
+        given = y.shape[0] if weights is None else min(y.shape[0], weights.shape[0])
+        rows = self._registered if not given else y.data_ptr()
+        if self.shape.registered and rows != self._registered:
+            raise ArgumentError(
+                "input is not the registered buffer of this op (get_registered_combine_input_buffer), which "
+                "use_external_inp_buf=0 says"
+            )
+        words.y.value, words.y_rows.value = rows, given
         words.weights.value = 0 if weights is None else weights.data_ptr()
         words.table.value, words.source.value = maps.table, maps.source
         words.meta.value, words.count.value = maps.meta or 0, maps.count
@@ -359,6 +366,7 @@ class _CombineWords:
         self.threads_a_row = c_int.from_address(base + c + Common.threads_a_row.offset)
         self.guard = c_int.from_address(base + CombineParams.guard.offset)
         self.y = c_uint64.from_address(base + CombineParams.y.offset)
+        self.y_rows = c_int.from_address(base + CombineParams.y_rows.offset)
         self.weights = c_uint64.from_address(base + CombineParams.weights.offset)
         self.table = c_uint64.from_address(base + CombineParams.table.offset)
         self.source = c_uint64.from_address(base + CombineParams.source.offset)

@@ -33,6 +33,8 @@ def why_not(config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: tor
         return f"kernel_type {config.kernel_type.name} goes across nodes, which the cuda target does not"
     if config.world_size > MAX_RANKS:
         return f"{config.world_size} ranks: the cuda target serves one node of up to {MAX_RANKS}"
+    if config.quant_type != "none" and not config.use_external_inp_buf:
+        return "a quantised transport makes its own rows: use_external_inp_buf=False would be ignored"
     if config.quant_type == "fp4_blockwise":
         return "Hopper has no fp4 arithmetic; use fp8_blockwise or fp8_direct_cast"
     if config.num_experts_per_rank > MOST_EXPERTS_A_RANK:

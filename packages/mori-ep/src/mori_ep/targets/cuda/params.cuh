@@ -41,6 +41,7 @@ struct DispatchParams {
   RowShape shape;
   RowArrays input;                        // my tokens
   const int* replay;                      // a destination table to follow, or null: the ids decide
+  int room;                               // rows that one rank may send to one other
   unsigned experts_a_rank, experts_inverse;  // 2^32 / experts_a_rank, rounded up
   unsigned flags;                         // what my header says of me: ROWS_AS_PACKETS | COMBINE_BY_PACKETS
   uint64_t at_header, at_slots, slots_a_source;  // packets: [2][world][HEADER_PACKETS], [2][world] of slots_a_source bytes
@@ -56,6 +57,7 @@ struct CombineParams {
   Common c;
   const char* y;                          // [count][payload_units] rows of my experts, in dispatch order
   const char* weights;                    // [count][top_k] floats, or null
+  int y_rows;                             // rows that there are of y (and of weights); below count: a fault
   int payload_units;                      // of a row of y
   int wire_units, scale_units;            // of a staged row: as it is read by peers, and its scales
   int stages;                             // 1: y must be copied to the window before peers can read it

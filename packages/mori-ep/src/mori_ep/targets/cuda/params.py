@@ -52,6 +52,7 @@ class DispatchParams(ctypes.Structure):
         ("shape", RowShape),
         ("input", RowArrays),
         ("replay", c_void_p),
+        ("room", c_int),
         ("experts_a_rank", c_uint),
         ("experts_inverse", c_uint),
         ("flags", c_uint),
@@ -66,7 +67,10 @@ class CombineParams(ctypes.Structure):
         ("c", Common),
         ("y", c_void_p),
         ("weights", c_void_p),
-        *[(name, c_int) for name in ("payload_units", "wire_units", "scale_units", "stages", "guard")],
+        *[
+            (name, c_int)
+            for name in ("y_rows", "payload_units", "wire_units", "scale_units", "stages", "guard")
+        ],
         ("at_slots", c_uint64),
         ("slots_a_source", c_uint64),
         *[(name, c_uint64) for name in ("at_y", "at_y_scales", "at_y_weights")],

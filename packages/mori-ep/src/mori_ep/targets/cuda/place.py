@@ -67,13 +67,13 @@ def blocks_of(device: int, sharing: int) -> int:
 
 @functools.cache
 def dispatch_module(device: int) -> driver.Module:
-    return _checked(build(dispatch_variant()), "dispatch_params_bytes", ctypes.sizeof(DispatchParams))
+    return checked_module(build(dispatch_variant()), "dispatch_params_bytes", ctypes.sizeof(DispatchParams))
 
 
 @functools.cache
 def combine_module(device: int, dtype: torch.dtype, quant_type: str) -> driver.Module:
     cubin = build(combine_variant(dtype, quant_type))
-    return _checked(cubin, "combine_params_bytes", ctypes.sizeof(CombineParams))
+    return checked_module(cubin, "combine_params_bytes", ctypes.sizeof(CombineParams))
 
 
 @functools.cache
@@ -81,11 +81,12 @@ def tables_module(device: int) -> driver.Module:
     return driver.Module(build(tables_variant()))
 
 
-def _checked(cubin: bytes, constant: str, nbytes: int) -> driver.Module:
+def checked_module(cubin: bytes, constant: str, nbytes: int) -> driver.Module:
+    """Loaded, and its struct of arguments found to have as many bytes as ours."""
     module = driver.Module(cubin)
     if module.constant(constant) != nbytes:
         raise RuntimeError(
-            f"params.py has {nbytes} bytes, params.cuh {module.constant(constant)}: the two files must hold the "
-            "same fields"
+            f"{constant}: Python's struct has {nbytes} bytes, the kernel's {module.constant(constant)}; the two "
+            "must hold the same fields"
         )
     return module

@@ -48,10 +48,17 @@
 #define WAIT_SUMMANDS 0xE0008
 #define OVERFLOW 0xE0009
 #define DIFFERENT_CALL 0xE000A
+#define TOO_FEW_ROWS 0xE000B
 
 DEVICE unsigned load_relaxed_sys(const unsigned* p) {
   unsigned v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+// A load whose result is needed later: issued here, wherever the compiler would like it to be.
+DEVICE unsigned load_early(const void* p) {
+  unsigned v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 DEVICE void add_release_sys(unsigned* p, unsigned v) { asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
@@ -94,8 +101,10 @@ DEVICE void wait_reached(const Common& c, const unsigned* flag, unsigned wanted,
 
 DEVICE unsigned this_call(const Common& c) { return load_relaxed_sys(c.state + EPOCH) + 1; }
 
-// One thread of each block, once its block has read the epoch and left grid_meet: the last one advances the epoch.
+// All threads of each block, once its block has read the epoch and left grid_meet: the last block advances the epoch.
+// (The last thread, whose warp has the least to do meanwhile, waits for the ticket.)
 DEVICE void leave_call(const Common& c, unsigned e) {
+  if (threadIdx.x != blockDim.x - 1) return;
   if (atomicInc(c.state + TICKET, gridDim.x - 1) != gridDim.x - 1) return;
   *(volatile unsigned*)(c.state + BARRIER) = 0;
   *(volatile unsigned*)(c.state + EPOCH) = e;

@@ -103,12 +103,12 @@ DEVICE void receive_headers(const DispatchParams& p, Headers& h, unsigned e) {
     Packet v = {0, 0, 0, 0};
     Patience patience;
     while (is_alive(c, source)) {
-      v = load_packet(q);
+      const Packet head = load_packet(header);
+      v = k ? load_packet(q) : head;
       if (v.tag == e) break;
-      if (k >= counts) {  // masks that this source has no use for are not sent
-        const Packet head = load_packet(header);
+      if (head.tag == e && k >= counts) {  // masks that this source has no use for are not sent
         const int used = head.y & ROWS_AS_PACKETS ? (mask_words(head.x) + 2) / 3 : 0;
-        if (head.tag == e && k - counts >= used) break;
+        if (k - counts >= used) break;
       }
       if (patience.is_over(c, source, WAIT_HEADER, 0, v.tag, e)) break;
     }
@@ -125,10 +125,10 @@ DEVICE void receive_headers(const DispatchParams& p, Headers& h, unsigned e) {
       all += rows, packed += sends_packets(h, s) ? rows : 0;
     }
     h.first[threadIdx.x] = all, h.from_packets[threadIdx.x] = packed;
-  } else if (threadIdx.x >= 32 && threadIdx.x < 32 + c.world) {
+  } else if (threadIdx.x >= 16 && threadIdx.x < 16 + c.world) {
     int before = 0;
-    for (int s = 0; s < c.rank; s++) before += rows_to(h, s, threadIdx.x - 32);
-    h.mine[threadIdx.x - 32] = before;
+    for (int s = 0; s < c.rank; s++) before += rows_to(h, s, threadIdx.x - 16);
+    h.mine[threadIdx.x - 16] = before;
   }
   __syncthreads();
 }
@@ -139,6 +139,8 @@ DEVICE void write_meta(const DispatchParams& p, const Headers& h) {
   const int total = h.first[c.world];
   if (threadIdx.x <= c.world) p.meta[META_FIRST + threadIdx.x] = min(h.first[threadIdx.x], c.capacity);
   if (threadIdx.x < c.world) {
+    for (int d = 0; d < c.world; d++)
+      if (rows_to(h, threadIdx.x, d) > p.room) write_fault(c, threadIdx.x, OVERFLOW, d, rows_to(h, threadIdx.x, d), p.room);
     p.meta[META_MINE + threadIdx.x] = h.mine[threadIdx.x];
     p.meta[META_SENT + threadIdx.x] = rows_to(h, c.rank, threadIdx.x);
   }
@@ -147,7 +149,6 @@ DEVICE void write_meta(const DispatchParams& p, const Headers& h) {
     for (int s = 0; s < c.world; s++) mask |= h.words[s][HEADER_FLAGS] & COMBINE_BY_PACKETS ? 1u << s : 0;
     p.meta[META_PACKETS] = mask;
     *p.count = min(total, c.capacity);
-    if (total > c.capacity) write_fault(c, c.rank, OVERFLOW, 0, total, c.capacity);
   }
 }
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import mori_shmem
 import torch
-from mori_shmem.errors import MoriError, PeerError
+from mori_shmem.errors import ArgumentError, MoriError, PeerError
 from mori_shmem.jit import driver
 from mori_shmem.settings import Snapshot
 
@@ -20,6 +20,7 @@ from mori_ep.plan import Plan
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import FP8_COMBINE_SCALE_DIM
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
+from mori_ep.targets.cuda.experts import ExpertRows
 from mori_ep.targets.cuda.faults import Faults
 from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch, Maps
 from mori_ep.targets.cuda.layout import Layout
@@ -72,6 +73,7 @@ class Runner:
             place.mine(layout.recv_count),
             place.mine(layout.meta),
         )
+        self._experts: ExpertRows | None = None
         self._launches: list[DispatchLaunch | CombineLaunch] = []
         self._last: DispatchLaunch | CombineLaunch | None = None
         self._tokens = 0  # of the last dispatch
@@ -219,6 +221,24 @@ class Runner:
         function = tables_module(self._device).function(name)
         driver.PreparedLaunch(function, grid, block, args).launch(self._stream())
 
+    def to_experts(
+        self, rows: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Two small kernels."""
+        if self._experts is None:
+            self._experts = ExpertRows(self._place)
+        return self._experts.spread(rows, ids, scales, self._stream())
+
+    def from_experts(self, packed: torch.Tensor, weights: torch.Tensor | None, into: torch.Tensor) -> None:
+        """One."""
+        if self._experts is None:
+            raise ArgumentError("rows by expert have to be laid out before they can be added up")
+        self._experts.gather(packed, weights, into, self._stream())
+
+    def trace_steps(self, on: bool) -> list[tuple[str, int]]:
+        """None: a call returns before its work is done."""
+        return []
+
     # ---- ranks that are left out ----
 
     def masked(self) -> list[bool]:
@@ -229,6 +249,7 @@ class Runner:
         """From the next call on: nothing is sent to the rank or awaited from it. Waits that an earlier call gave
         up are taken up again."""
         self._alive = self._alive & ~(1 << rank) | (0 if value else 1 << rank)
+        self._faults.forgive()
         for launch in self._launches:
             launch.set_alive(self._alive)
         stream = int(self._raw_stream(self._device))

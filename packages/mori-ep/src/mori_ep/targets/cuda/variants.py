@@ -43,13 +43,22 @@ def combine_variant(dtype: torch.dtype, quant_type: str) -> Variant:
     return Variant(PACKAGE, _source("combine.cu"), flags, ARCH)
 
 
+def experts_variant(dtype: torch.dtype) -> Variant:
+    return Variant(PACKAGE, _source("experts.cu"), (f"-DELEMENT={ELEMENTS[dtype]}",), ARCH)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 VARIANTS = (
     ("dispatch", dispatch_variant()),
     ("tables", tables_variant()),
-    *((f"combine-{str(dtype).removeprefix('torch.')}", combine_variant(dtype, "none")) for dtype in ELEMENTS),
+    *((f"combine-{_name(dtype)}", combine_variant(dtype, "none")) for dtype in ELEMENTS),
     *(
         (f"combine-bfloat16-{wire}", combine_variant(torch.bfloat16, wire))
         for wire in WIRES
         if wire != "none"
     ),
+    *((f"experts-{_name(dtype)}", experts_variant(dtype)) for dtype in ELEMENTS),
 )
