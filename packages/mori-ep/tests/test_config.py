@@ -34,7 +34,12 @@ def test_engines_find_the_fields_that_they_fill_in() -> None:
     names = {field.name for field in dataclasses.fields(EpDispatchCombineConfig)}
     assert names >= {
         *("data_type", "rank", "world_size", "hidden_dim", "scale_dim", "scale_type_size"),
-        *("max_token_type_size", "max_num_inp_token_per_rank", "num_experts_per_rank", "num_experts_per_token"),
+        *(
+            "max_token_type_size",
+            "max_num_inp_token_per_rank",
+            "num_experts_per_rank",
+            "num_experts_per_token",
+        ),
         *("warp_num_per_block", "block_num", "max_total_recv_tokens", "use_external_inp_buf", "kernel_type"),
         *("gpu_per_node", "rdma_block_num", "num_qp_per_pe", "quant_type"),
     }
@@ -44,7 +49,14 @@ def test_engines_find_the_fields_that_they_fill_in() -> None:
     assert made.quant_type == "none"
     values = {kind.name: kind.value for kind in EpDispatchCombineKernelType}
     assert values == {
-        **{"IntraNode": 0, "InterNode": 1, "InterNodeV1": 2, "InterNodeV1LL": 3, "AsyncLL": 4, "IntraNodeLL": 5}
+        **{
+            "IntraNode": 0,
+            "InterNode": 1,
+            "InterNodeV1": 2,
+            "InterNodeV1LL": 3,
+            "AsyncLL": 4,
+            "IntraNodeLL": 5,
+        }
     }
 
 
@@ -56,7 +68,10 @@ def test_engines_find_the_fields_that_they_fill_in() -> None:
         ({"max_num_inp_token_per_rank": 0}, "max_num_inp_token_per_rank=0"),
         ({"max_num_inp_token_per_rank": 12.5}, "max_num_inp_token_per_rank=12.5"),
         ({"num_experts_per_token": 32}, "num_experts_per_token=32: at most 31"),
-        ({"quant_type": "fp8"}, "quant_type='fp8': one of none, fp8_direct_cast, fp8_blockwise, fp4_blockwise"),
+        (
+            {"quant_type": "fp8"},
+            "quant_type='fp8': one of none, fp8_direct_cast, fp8_blockwise, fp4_blockwise",
+        ),
         ({"scale_type_size": 0}, "scale_dim=56 with scale_type_size=0"),
         ({"world_size": 64, "max_num_inp_token_per_rank": 1 << 20}, f"up to {1 << 32}"),
     ],

@@ -70,10 +70,17 @@ def check_call(op: EpDispatchCombineOp, ranks: list[RankInput], *, zero_copy: bo
         mine[: want.count] = y[me][: want.count]
     y_weights = [torch.full((r.count + 1, given.ids.shape[1]), rank + 1.0) for rank, r in enumerate(received)]
     out, out_weights = op.combine(
-        mine, y_weights[me], given.ids, use_external_inp_buf=0 if zero_copy else 1, block_num=10, rdma_block_num=85
+        mine,
+        y_weights[me],
+        given.ids,
+        use_external_inp_buf=0 if zero_copy else 1,
+        block_num=10,
+        rdma_block_num=85,
     )
     n = given.ids.shape[0]
-    assert torch.equal(bytes_of(out[:n]), bytes_of(reference.combine(ranks, received, y, EXPERTS_PER_RANK)[me]))
+    assert torch.equal(
+        bytes_of(out[:n]), bytes_of(reference.combine(ranks, received, y, EXPERTS_PER_RANK)[me])
+    )
     assert out_weights is not None
     assert torch.equal(out_weights[:n], reference.combine(ranks, received, y_weights, EXPERTS_PER_RANK)[me])
     assert count.tolist() == [want.count]  # P16: still there after combine

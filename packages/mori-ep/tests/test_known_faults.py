@@ -100,7 +100,11 @@ def test_EP_2_P3_P4_P11_any_topk_works_whatever_divides_it(kind: str) -> None:
                 used = used[used != op.config.null_position]
                 all_used = sorted(itertools.chain(*comm.all_gather(used.tolist())))
                 for rank in range(2):  # slots of one destination are 0..n-1, none twice
-                    mine = [s % op.config.position_stride for s in all_used if s // op.config.position_stride == rank]
+                    mine = [
+                        s % op.config.position_stride
+                        for s in all_used
+                        if s // op.config.position_stride == rank
+                    ]
                     assert mine == list(range(rows[rank]))
                 assert check(op, RankInput(given.x, ids, given.weights), topk) == rows[comm.rank]
                 assert bool((behind[37 * topk :] == 47).all())
@@ -133,7 +137,8 @@ def test_EP_4_P6_masked_slots_go_nowhere_and_add_nothing(kind: str) -> None:
             comm.barrier()
             *_, count = op.dispatch(given.x, given.weights, None, given.ids, call_local_expert_count=True)
             assert int(op.local_expert_count.sum()) == sum(
-                int(((ids >= 8 * comm.rank) & (ids < 8 * comm.rank + 8)).sum()) for ids in comm.all_gather(given.ids)
+                int(((ids >= 8 * comm.rank) & (ids < 8 * comm.rank + 8)).sum())
+                for ids in comm.all_gather(given.ids)
             )
             out, _ = round_trip(op, given)
             assert not wrong_rows(out, expected(given, 16))
@@ -150,7 +155,10 @@ def test_EP_5_calls_that_cannot_be_right_are_refused_with_the_values() -> None:
             weights = torch.ones(4, 8)
             many = torch.zeros(129, 512).bfloat16()
             for call, words in (
-                ((many, None, None, torch.zeros(129, 8, dtype=torch.int32)), "129 tokens.*max_num_inp_token_per_rank=128"),
+                (
+                    (many, None, None, torch.zeros(129, 8, dtype=torch.int32)),
+                    "129 tokens.*max_num_inp_token_per_rank=128",
+                ),
                 ((torch.zeros(4, 513).bfloat16(), None, None, ids), "513.*hidden_dim=512"),
                 ((x, None, None, ids.to(torch.int16)), "int16"),
                 ((x, None, None, ids[:, :7].contiguous()), r"\(4, 7\).*\(4, 8\)"),
@@ -238,7 +246,9 @@ def test_EP_7_P18_shapes_and_scales_change_from_call_to_call(kind: str) -> None:
                 for index, shape in enumerate(((128, 7168), (3, 512), (128, 7168), (0, 512), (1, 7168))):
                     given = inputs[shape]
                     given.scales = (
-                        torch.full((shape[0], 1 + index % 4), turn + 0.5 + comm.rank) if (turn + index) % 2 else None
+                        torch.full((shape[0], 1 + index % 4), turn + 0.5 + comm.rank)
+                        if (turn + index) % 2
+                        else None
                     )
                     received = check(op, given, (turn, shape))
                     scales = op.dispatch(given.x, given.weights, given.scales, given.ids)[2]
@@ -278,7 +288,12 @@ def test_P25_configurations_that_differ_name_the_field_and_the_ranks() -> None:
             if field == "kernel_type":
                 sizes = {field: EpDispatchCombineKernelType(values[comm.rank])}
             given = {
-                **{"data_type": torch.bfloat16, "hidden_dim": 8, "num_experts": 4, "num_experts_per_token": 2},
+                **{
+                    "data_type": torch.bfloat16,
+                    "hidden_dim": 8,
+                    "num_experts": 4,
+                    "num_experts_per_token": 2,
+                },
                 **{"max_num_inp_token_per_rank": 4, **sizes},
             }
             config = EpDispatchCombineConfig.for_comm(comm, **given)

@@ -162,12 +162,13 @@ class Combiner:
     # ---- second half ----
 
     def _compare(self, launch: CombineLaunch, routes: Routes) -> None:
-        """Hidden size and dtype must be the same everywhere; weights where any rows come from."""
+        """Hidden size and dtype must be the same everywhere; who wants weights must get them with its rows."""
         for peer, call, sign in self._flags.read("staged"):
             if call != self.calls:
                 continue  # the peer is a call ahead: it has finished with this one
-            differ = sign ^ launch.sign
-            if differ & ~SIGN_WEIGHTS or (differ and routes.sent[peer]):
+            differ = (sign ^ launch.sign) & ~SIGN_WEIGHTS
+            missing = launch.shape.weights and not sign & SIGN_WEIGHTS and routes.sent[peer]
+            if differ or missing:
                 raise CollectiveMismatch(
                     f"combine {call}: rank {self._me} brings {_sign_text(launch.sign)}, rank {peer} "
                     f"{_sign_text(sign)}: all ranks must combine rows of one kind"

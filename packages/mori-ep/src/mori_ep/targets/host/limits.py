@@ -41,5 +41,6 @@ def wire_code(hidden: int, dtype: torch.dtype, quant_type: str, scale_dim: int) 
     if quant_type == "fp8_direct_cast":
         return RowCode("e4m3fn", hidden)
     block = -(-hidden // scale_dim) if scale_dim else SCALE_BLOCKS[quant_type]
-    block += block % 2  # two codes of e2m1 share a byte
-    return RowCode("e2m1" if quant_type == "fp4_blockwise" else "e4m3fn", hidden, block)
+    if quant_type == "fp8_blockwise":
+        return RowCode("e4m3fn", hidden, block)
+    return RowCode("e2m1", hidden, block + block % 2)  # two codes share a byte
