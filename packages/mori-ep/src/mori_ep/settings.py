@@ -20,6 +20,23 @@ CHECK_IDS = TABLE.add(
         doc="whether dispatch looks for expert ids that no rank has (-1 stays legal) and refuses them",
     )
 )
+INTERNODE_ENGINE = TABLE.add(
+    Setting(
+        "MORI_EP_INTERNODE_ENGINE",
+        "nixl",
+        choices=("nixl", "gloo"),
+        doc="engine that carries rows between nodes",
+    )
+)
+INTERNODE_LL_TOKENS = TABLE.add(
+    Setting(
+        "MORI_EP_INTERNODE_LL_TOKENS",
+        64,
+        low=0,
+        high=1 << 20,
+        doc="number of tokens up to which kernel type InterNode sends a rank's tokens as they are, not compact",
+    )
+)
 FP8_COMBINE_SCALE_DIM = TABLE.add(
     Setting(
         "MORI_FP8_COMBINE_SCALE_DIM",

@@ -17,7 +17,11 @@ from mori_shmem.errors import TransportInert
 from mori_ep.problem import RowFormat
 from mori_ep.routing import EpDispatchRoutingHandle
 
-TARGETS = {"host": "mori_ep.targets.host", "cuda": "mori_ep.targets.cuda"}
+TARGETS = {
+    "host": "mori_ep.targets.host",
+    "cuda": "mori_ep.targets.cuda",
+    "internode": "mori_ep.internode.target",
+}
 
 
 class DispatchShape(NamedTuple):

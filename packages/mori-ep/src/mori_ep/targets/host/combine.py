@@ -170,8 +170,8 @@ class Combiner:
             missing = launch.shape.weights and not sign & SIGN_WEIGHTS and routes.sent[peer]
             if differ or missing:
                 raise CollectiveMismatch(
-                    f"combine {call}: rank {self._me} brings {_sign_text(launch.sign)}, rank {peer} "
-                    f"{_sign_text(sign)}: all ranks must combine rows of one kind"
+                    f"combine {call}: rank {self._me} brings {sign_text(launch.sign)}, rank {peer} "
+                    f"{sign_text(sign)}: all ranks must combine rows of one kind"
                 )
 
     def _add_up(self, launch: CombineLaunch, call: CombineCall, routes: Routes) -> None:
@@ -203,7 +203,7 @@ class Combiner:
         return rows, weights
 
 
-def _sign_text(sign: int) -> str:
+def sign_text(sign: int) -> str:
     dtype = formats.DTYPES[sign >> SIGN_DTYPE & 0x7F]
     weights = "with" if sign & SIGN_WEIGHTS else "without"
     return f"[*, {sign & MAX_HIDDEN}] {formats.names([dtype])} {weights} weights"

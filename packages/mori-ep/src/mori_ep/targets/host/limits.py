@@ -24,7 +24,7 @@ def why_not(config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: tor
     """The reason why this target cannot run such an op, or None."""
     kind, quant = config.kernel_type, config.quant_type
     if kind.across_nodes:
-        return f"{kind.name} is not part of this version of mori-ep"
+        return f"{kind.name} joins nodes: make the op with a communicator of mori_ep.internode.join"
     if config.elastic and kind is EpDispatchCombineKernelType.AsyncLL:
         return "elastic=True goes with IntraNode and IntraNodeLL: copies under way cannot be taken back"
     if quant == "fp4_blockwise" and kind is EpDispatchCombineKernelType.AsyncLL:
