@@ -1,6 +1,6 @@
 """The DeepEP-shaped Buffer on the host target, against the reference and the same sums in plain torch.
 
-A row names the rank and token that it is from, and experts are the identity, so that combine must give x times
+A row names the rank and token it is from, and experts are the identity, so that combine must give x times
 the sum of the token's weights, exactly.
 """
 

@@ -112,7 +112,7 @@ class InterDispatcher:
         chunks = num_chunks(n)
         goes = torch.zeros(chunks * CHUNK_TOKENS, self._comm.num_nodes + 1, dtype=torch.bool)
         goes[:n].scatter_(1, nodes.long(), True)
-        counts = goes.view(chunks, CHUNK_TOKENS, -1).sum(1).T.tolist()
+        counts = goes.view(chunks, CHUNK_TOKENS, goes.shape[1]).sum(1).T.tolist()
         if not routes.compact:
             sizes = [min(CHUNK_TOKENS, n - chunk * CHUNK_TOKENS) for chunk in range(chunks)]
             counts = [[size if rows else 0 for rows, size in zip(c, sizes, strict=True)] for c in counts]

@@ -2,7 +2,7 @@
 
     put_signal   copy a run of my part of the window to the same window's part of a counterpart on another node,
                  then set a word there. Does not wait. The bytes may be overwritten after `quiet`
-    progress     let the engine work, and notice who has gone. Every wait calls it: a rank that only waits must
+    progress     let the engine work, and note who has gone. Every wait calls it: a rank that only waits must
                  still serve those that send to it
     wait         sleep until a word of my part is >= a value, for at most the deadline
     quiet        wait until all puts of mine are done
@@ -10,16 +10,20 @@
 Words are 64-bit, written by one counterpart for one purpose, and only grow. What a put brought is visible to
 whoever has seen its word. Puts are not ordered among each other.
 
-Peers are numbered by node here: a counterpart is "the rank of node n".
+Peers are numbered by node here: a counterpart is "the rank of node n". One that has closed its end has "left",
+which concerns only who still waits for it; one whose process or connection ended otherwise has "died", which
+ends every wait. Either way a value that has come counts.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mori_shmem.deadline import Deadline
 from mori_shmem.errors import PeerDied, PeerError, PeerTimeout, TransportInert
+from mori_shmem.rendezvous import ranks_text
 
 if TYPE_CHECKING:
     import mori_shmem
@@ -29,21 +33,29 @@ if TYPE_CHECKING:
 ENGINES = {"nixl": "mori_ep.internode.nixl", "gloo": "mori_ep.internode.gloo"}
 
 
+class Gone(NamedTuple):
+    """Why nothing more will come from a counterpart."""
+
+    how: str
+    died: bool
+
+
 class Engine(Protocol):
     """One per window. Made by `open_engine` of its module; collective."""
 
     longest_nap_s: float  # how long a wait may sleep before it must call progress again
+    gone: dict[int, Gone]  # by node
 
     def put_signal(self, node: int, to: int, source: int, nbytes: int, word: int, value: int) -> None:
         """`nbytes` at offset `source` of my part to offset `to` there (0: no bytes), then `word` there."""
 
-    def progress(self) -> None:
-        """Raises PeerDied once a counterpart that this rank needs is known to be gone."""
+    def progress(self) -> None: ...
 
     def ask(self, node: int) -> None:
         """Find out whether a counterpart that is waited for is still there; progress will tell."""
 
-    def quiet(self, deadline: Deadline) -> None: ...
+    def quiet(self, deadline: Deadline) -> None:
+        """Puts to who has left need not be waited for: it had what it wanted."""
 
     def close(self) -> None:
         """Tell the counterparts that this rank leaves. Local; twice is fine."""
@@ -86,18 +98,26 @@ class Waits:
 
         self._until(look, None)
 
-    def _until(self, look, node: int | None) -> int:  # type: ignore[no-untyped-def]
+    def _lost(self, awaited: int | None) -> PeerDied | None:
+        """Whom this wait cannot do without."""
+        for node, why in list(self._engine.gone.items()):
+            if why.died or node == awaited:
+                return gone(self._comm, node, why)
+        return None
+
+    def _until(self, look: Callable[[float], int], node: int | None) -> int:
         """Call `look` with growing naps, and progress between them."""
         comm, deadline, asked_s = self._comm, Deadline(self._comm.timeout_s), time.monotonic()
         attempt = 0
         while True:
             self._engine.progress()
+            lost = self._lost(node)  # noted before the look: what was sent before it left is there
+            nap_s = self._naps[min(attempt, len(self._naps) - 1)]
             try:
-                seen: int = look(
-                    min(self._naps[min(attempt, len(self._naps) - 1)], max(deadline.left_s(), 1e-4))
-                )
-                return seen
+                return look(min(nap_s, max(deadline.left_s(), 1e-4)))
             except PeerTimeout as error:
+                if lost is not None:
+                    raise lost from None
                 if deadline.passed():
                     raise comm.in_all_ranks(error) from None
             except PeerError as error:
@@ -117,12 +137,31 @@ def _naps(longest_s: float) -> list[float]:
     return [*naps, longest_s]
 
 
-def gone(comm: NodesCommunicator, node: int, how: str) -> PeerDied:
+LEFT = Gone("left (closed this op or its communicator)", died=False)
+
+
+def broken(error: BaseException) -> Gone:
+    """A connection that ended without a goodbye."""
+    said = (str(error).strip().splitlines() or [""])[0]
+    return Gone(f"died, or its connection broke: {type(error).__name__} {said}".rstrip(), died=True)
+
+
+def gone(comm: NodesCommunicator, node: int, why: Gone) -> PeerDied:
     peer = comm.counterpart(node)
     return PeerDied(
-        f"rank {comm.rank} of {comm.world_size}: rank {peer} on node {node} {how}",
+        f"rank {comm.rank} of {comm.world_size}: rank {peer} on node {node} {why.how}",
         rank=comm.rank,
         peers=[peer],
+    )
+
+
+def not_taken(comm: NodesCommunicator, nodes: Iterable[int], deadline: Deadline) -> PeerTimeout:
+    peers = [comm.counterpart(node) for node in sorted(set(nodes))]
+    return PeerTimeout(
+        f"rank {comm.rank} of {comm.world_size}: puts to {ranks_text(peers)} on other nodes were not taken within "
+        f"{deadline}: the ranks are late, or the network is down",
+        rank=comm.rank,
+        peers=peers,
     )
 
 

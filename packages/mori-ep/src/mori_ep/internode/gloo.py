@@ -22,7 +22,7 @@ from mori_shmem.deadline import Deadline
 from mori_shmem.errors import PeerTimeout
 
 from mori_ep.internode.comm import NodesCommunicator
-from mori_ep.internode.engine import gone
+from mori_ep.internode.engine import LEFT, Gone, broken, gone, not_taken
 
 _NOTE, _BYTES = 1, 2  # tags
 _LEAVING = -1  # in the place of the number of bytes
@@ -44,8 +44,8 @@ class GlooEngine:
         self._comm, self._window = comm, window
         self._memory = window.tensor(window.nbytes, torch.uint8)
         self._group = _group(comm, key)
-        self._sent: list[tuple[Any, torch.Tensor]] = []
-        self._gone: dict[int, str] = {}
+        self._sent: list[tuple[int, Any, torch.Tensor]] = []  # node, its work, what it reads
+        self.gone: dict[int, Gone] = {}
         self._closed = False
         self._peers = [node for node in range(comm.num_nodes) if node != comm.node_number]
         self._threads = [
@@ -56,36 +56,34 @@ class GlooEngine:
             thread.start()
 
     def put_signal(self, node: int, to: int, source: int, nbytes: int, word: int, value: int) -> None:
-        self.progress()
         self._send(node, torch.tensor([nbytes, to, word, value], dtype=torch.int64), _NOTE)
         if nbytes:
             self._send(node, self._memory[source : source + nbytes], _BYTES)
 
     def _send(self, node: int, message: torch.Tensor, tag: int) -> None:
+        if node in self.gone:
+            raise gone(self._comm, node, self.gone[node])
         try:
-            self._sent.append((self._group.send([message], node, tag), message))
+            self._sent.append((node, self._group.send([message], node, tag), message))
         except RuntimeError as error:
-            raise gone(self._comm, node, f"cannot be reached any more: {_first_line(error)}") from None
+            raise gone(self._comm, node, self.gone.setdefault(node, broken(error))) from None
 
     def progress(self) -> None:
-        for node, how in self._gone.items():
-            raise gone(self._comm, node, how)
+        """Gloo's own thread moves bytes, ours receive them."""
 
     def ask(self, node: int) -> None:
         """The thread that receives from it knows."""
 
     def quiet(self, deadline: Deadline) -> None:
-        for work, _ in self._sent:
-            self.progress()
+        for node, work, _ in self._sent:
             try:
                 work.wait(timedelta(seconds=max(deadline.left_s(), 0.001)))
             except RuntimeError as error:
-                self.progress()
-                raise PeerTimeout(
-                    f"rank {self._comm.rank} of {self._comm.world_size}: a put was not taken within {deadline}: "
-                    f"{_first_line(error)}",
-                    rank=self._comm.rank,
-                ) from None
+                if node not in self.gone and deadline.passed():
+                    raise not_taken(self._comm, [node], deadline) from None
+                why = self.gone.setdefault(node, broken(error))
+                if why.died:
+                    raise gone(self._comm, node, why) from None
         self._sent.clear()
 
     def close(self) -> None:
@@ -95,7 +93,7 @@ class GlooEngine:
         deadline, notes = Deadline(_GOODBYE_S), []
         goodbye = torch.tensor([_LEAVING, 0, 0, 0], dtype=torch.int64)
         for node in self._peers:
-            if node not in self._gone:
+            if node not in self.gone:
                 with contextlib.suppress(RuntimeError):
                     notes.append(self._group.send([goodbye], node, _NOTE))
         for note in notes:
@@ -113,7 +111,7 @@ class GlooEngine:
                 self._group.recv([note], node, _NOTE).wait(_FOR_EVER)
                 nbytes, to, word, value = note.tolist()
                 if nbytes == _LEAVING:
-                    self._gone[node] = "left (closed its communicator)"
+                    self.gone[node] = LEFT
                     return
                 if nbytes:
                     self._group.recv([self._memory[to : to + nbytes]], node, _BYTES).wait(_FOR_EVER)
@@ -121,7 +119,7 @@ class GlooEngine:
                     return
                 self._comm.node.signal(self._window.at(word), value)
         except Exception as error:  # whatever it is, nothing more will come from there
-            self._gone.setdefault(node, f"died, or its connection broke: {_first_line(error)}")
+            self.gone.setdefault(node, broken(error))
 
 
 def _group(comm: NodesCommunicator, key: str) -> Any:
@@ -139,11 +137,7 @@ def _group(comm: NodesCommunicator, key: str) -> Any:
     except RuntimeError as error:
         raise PeerTimeout(
             f"rank {comm.rank} of {comm.world_size}: gloo did not connect the counterparts of local rank "
-            f"{comm.local_rank} within {comm.timeout_s:g} s: {_first_line(error)}. If the ranks are on several "
+            f"{comm.local_rank} within {comm.timeout_s:g} s: {broken(error).how}. If the ranks are on several "
             "machines, name the network interface (interface=, or MORI_SOCKET_IFNAME)",
             rank=comm.rank,
         ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

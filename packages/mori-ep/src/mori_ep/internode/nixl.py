@@ -21,10 +21,10 @@ from typing import Any
 
 import mori_shmem
 from mori_shmem.deadline import Deadline
-from mori_shmem.errors import PeerTimeout
+from mori_shmem.errors import PeerDied
 
 from mori_ep.internode.comm import NodesCommunicator
-from mori_ep.internode.engine import gone, missing
+from mori_ep.internode.engine import LEFT, Gone, broken, gone, missing, not_taken
 
 _LOG = logging.getLogger("mori_ep")
 _PACKAGES = (
@@ -60,7 +60,7 @@ class NixlEngine:
         self._comm, self._window = comm, window
         self._base = window.addresses[comm.local_rank]
         self._posted: list[tuple[int, Any]] = []  # node, transfer
-        self._gone: dict[int, str] = {}
+        self.gone: dict[int, Gone] = {}
         self._closed = False
         self._agent = _agent(api, comm, key)
         self._registered = self._agent.register_memory([(self._base, window.nbytes, 0, "")], _MEMORY)
@@ -85,14 +85,17 @@ class NixlEngine:
         if not nbytes:
             self._notify(node, note)
             return
+        transfer = self._new_transfer(node, to, source, nbytes, note)
+        if self._state(node, self._agent.transfer, transfer) != "DONE":
+            self._posted.append((node, transfer))
+
+    def _new_transfer(self, node: int, to: int, source: int, nbytes: int, note: bytes) -> Any:
         agent = self._agent
         try:
             mine = agent.get_xfer_descs([(self._base + source, nbytes, 0)], _MEMORY)
             theirs = agent.get_xfer_descs([(self._bases[node] + to, nbytes, 0)], _MEMORY)
-            transfer = agent.initialize_xfer("WRITE", mine, theirs, self._names[node], note)
-            if self._state(node, agent.transfer, transfer) != "DONE":
-                self._posted.append((node, transfer))
-        except RuntimeError as error:
+            return agent.initialize_xfer("WRITE", mine, theirs, self._names[node], note)
+        except Exception as error:
             raise self._lost(node, error) from None
 
     def _notify(self, node: int, note: bytes) -> None:
@@ -111,35 +114,32 @@ class NixlEngine:
             raise self._lost(node, RuntimeError(f"a transfer to it ended as {state}"))
         return state
 
-    def _lost(self, node: int, error: BaseException) -> BaseException:
-        how = self._gone.setdefault(
-            node, f"died, or its connection broke: {type(error).__name__} {str(error).strip()}".rstrip()
-        )
-        return gone(self._comm, node, how)
+    def _lost(self, node: int, error: BaseException) -> PeerDied:
+        return gone(self._comm, node, self.gone.setdefault(node, broken(error)))
 
     def progress(self) -> None:
+        for name, notes in self._agent.get_new_notifs().items():
+            for note in notes:
+                self._noted(self._nodes[name.decode() if isinstance(name, bytes) else name], note)
         if self._posted:
             self._posted = [
                 (node, transfer)
                 for node, transfer in self._posted
                 if self._state(node, self._agent.check_xfer_state, transfer) != "DONE"
             ]
-        for name, notes in self._agent.get_new_notifs().items():
-            for note in notes:
-                self._noted(self._nodes[name.decode() if isinstance(name, bytes) else name], note)
-        for node, how in self._gone.items():
-            raise gone(self._comm, node, how)
 
     def _noted(self, node: int, note: bytes) -> None:
         word, value = _WORD.unpack(note)
         if word == _LEAVING:
-            self._gone[node] = "left (closed its communicator)"
+            self.gone[node] = LEFT
+            self._posted = [(to, transfer) for to, transfer in self._posted if to != node]
         elif word != _ARE_YOU_THERE:
             self._comm.node.signal(self._window.at(word), value)
 
     def ask(self, node: int) -> None:
         """Only who sends learns that a process has died."""
-        self._notify(node, _WORD.pack(_ARE_YOU_THERE, 0))
+        if node not in self.gone:
+            self._notify(node, _WORD.pack(_ARE_YOU_THERE, 0))
 
     def quiet(self, deadline: Deadline) -> None:
         while True:
@@ -147,13 +147,7 @@ class NixlEngine:
             if not self._posted:
                 return
             if deadline.passed():
-                peers = sorted({self._comm.counterpart(node) for node, _ in self._posted})
-                raise PeerTimeout(
-                    f"rank {self._comm.rank} of {self._comm.world_size}: puts to ranks {peers} were not taken within "
-                    f"{deadline}: they are late, or the network is down",
-                    rank=self._comm.rank,
-                    peers=peers,
-                )
+                raise not_taken(self._comm, [node for node, _ in self._posted], deadline)
             time.sleep(0)
 
     def close(self) -> None:
@@ -161,7 +155,7 @@ class NixlEngine:
             return
         self._closed = True
         for node in self._names:
-            if node not in self._gone:
+            if node not in self.gone:
                 with contextlib.suppress(Exception):
                     self._agent.send_notif(self._names[node], _WORD.pack(_LEAVING, 0))
         with contextlib.suppress(Exception):
