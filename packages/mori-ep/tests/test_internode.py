@@ -148,22 +148,22 @@ def test_rows_order_and_sums_are_those_of_one_node(engine: str, nodes: int, per_
 
 def test_other_dtypes_and_hidden_sizes_on_one_op() -> None:
     def calls() -> None:
-        with join("gloo", 1) as comm:
-            with EpDispatchCombineOp(config_for(comm, max_token_type_size=4), comm) as op:
-                for call, dtype in enumerate(
-                    (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
-                ):
-                    hidden = HIDDEN - 8 * call - 3  # odd numbers of bytes in a row, too
-                    given = [brought(rank, call, 2) for rank in range(2)]
-                    given = [replace(g, x=g.x[:, :hidden].contiguous().to(dtype), scales=None) for g in given]
-                    want, mine = reference.dispatch(given, EXPERTS_PER_RANK), given[comm.rank]
-                    results = op.dispatch(mine.x, mine.weights, None, mine.ids)
-                    check_received(op, results, want[comm.rank])
-                    wide = torch.float32 if dtype == torch.float8_e4m3fn else dtype
-                    out, _ = op.combine(results[0].to(wide), None, mine.ids)
-                    y = [received.rows.to(wide) for received in want]
-                    sums = reference.combine(given, want, y, EXPERTS_PER_RANK)
-                    assert torch.equal(out[: len(mine.ids)], sums[comm.rank])
+        with (
+            join("gloo", 1) as comm,
+            EpDispatchCombineOp(config_for(comm, max_token_type_size=4), comm) as op,
+        ):
+            for call, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)):
+                hidden = HIDDEN - 8 * call - 3  # odd numbers of bytes in a row, too
+                given = [brought(rank, call, 2) for rank in range(2)]
+                given = [replace(g, x=g.x[:, :hidden].contiguous().to(dtype), scales=None) for g in given]
+                want, mine = reference.dispatch(given, EXPERTS_PER_RANK), given[comm.rank]
+                results = op.dispatch(mine.x, mine.weights, None, mine.ids)
+                check_received(op, results, want[comm.rank])
+                wide = torch.float32 if dtype == torch.float8_e4m3fn else dtype
+                out, _ = op.combine(results[0].to(wide), None, mine.ids)
+                y = [received.rows.to(wide) for received in want]
+                sums = reference.combine(given, want, y, EXPERTS_PER_RANK)
+                assert torch.equal(out[: len(mine.ids)], sums[comm.rank])
 
     run_ranks(calls, 2, timeout_s=60)
 
@@ -365,12 +365,10 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(engine: str) -> None
             time.sleep(4)
             return ""
         given = brought(0, 0, 2)
-        try:
+        with pytest.raises(PeerTimeout) as caught:
             op.dispatch(given.x, None, None, given.ids)
-        except PeerTimeout as error:
-            assert error.peers == (1,)
-            return str(error)
-        return "came through"
+        assert caught.value.peers == (1,)
+        return str(caught.value)
 
     text = run_ranks(calls, 2, timeout_s=60)[0]
     assert "rank 1 on node 1" in text
@@ -426,7 +424,7 @@ def here_as_nodes(comm: mori_shmem.Communicator):
 def test_configurations_and_engines_that_differ_are_told_apart() -> None:
     def calls() -> None:
         rank = int(os.environ["RANK"])
-        with pytest.raises(ArgumentError, match="gloo.*nixl"):
+        with pytest.raises(ArgumentError, match=r"gloo.*nixl"):
             internode.join(ranks_per_node=1, engine=["gloo", "nixl"][rank], name="a", timeout_s=20)
         with (
             internode.join(ranks_per_node=1, engine="gloo", name="b", timeout_s=20) as comm,

@@ -1,4 +1,4 @@
-"""Nodes in network namespaces of their own, joined by veth pairs and a bridge: TCP between them, nothing else.
+"""Nodes in network namespaces of their own, joined by veth pairs and a bridge: TCP between them, and no more.
 
 Needs the right to make namespaces (root). Where that is missing, test_internode.py still runs the same calls
 with all nodes on the loopback.

@@ -34,7 +34,7 @@ INTERNODE_LL_TOKENS = TABLE.add(
         64,
         low=0,
         high=1 << 20,
-        doc="number of tokens up to which kernel type InterNode sends a rank's tokens as they are, not compact",
+        doc="number of tokens up to which kernel type InterNode sends a rank's tokens as they lie",
     )
 )
 FP8_COMBINE_SCALE_DIM = TABLE.add(

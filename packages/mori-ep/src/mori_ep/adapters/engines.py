@@ -29,7 +29,7 @@ def shmem_torch_process_group_init(group_name: str) -> int:
     from torch._C._distributed_c10d import _resolve_process_group
 
     shmem_finalize()
-    _group = _resolve_process_group(group_name)
+    _group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     return 0
 
 

@@ -1,8 +1,8 @@
 """Which rank is where, and a communicator over several nodes with the face of one over a single node.
 
 Rank r is local rank r % L of node r // L, with L ranks on every node. The ranks of a node have a communicator
-of mori_shmem; what all ranks agree on (small objects, when an op is made) goes through the group's store; rows
-go through an engine, one for each window.
+of mori_shmem; what all ranks agree on (small objects, when an op is made) goes through the group's store;
+rows go through an engine, one for each window.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def join(
 def _check_nodes(place: Place, ranks_per_node: int) -> None:
     if type(ranks_per_node) is not int or ranks_per_node < 1 or place.world_size % ranks_per_node:
         raise UnsupportedShape(
-            f"ranks_per_node={ranks_per_node!r} for {place.world_size} ranks: a divisor of that is needed, every "
+            f"ranks_per_node={ranks_per_node!r} for {place.world_size} ranks: a divisor of that is needed, "
+            f"every "
             "node has the same number"
         )
 
@@ -96,7 +97,8 @@ class NodesWindow:
 
 
 class NodesCommunicator:
-    """This rank's end of a group of ranks on several nodes. Use it as a context manager, or call `close()`."""
+    """This rank's end of a group of ranks on several nodes. Use it as a context manager, or call
+    `close()`."""
 
     backend = "internode"
 
@@ -208,7 +210,8 @@ class NodesCommunicator:
             if deadline.passed():
                 late = [key.rsplit("/", 1)[1] for key in keys if not self.store.check([key])]
                 raise PeerTimeout(
-                    f"rank {self.rank} of {self.world_size}: {late} of {len(keys)} did not come to {what} within "
+                    f"rank {self.rank} of {self.world_size}: {late} of {len(keys)} did not come to {what} "
+                    f"within "
                     f"{deadline}. Is every rank started, and does each make the same calls?",
                     rank=self.rank,
                 )
@@ -224,7 +227,8 @@ class NodesCommunicator:
         peers = [first + peer for peer in error.peers]
         about = f" (about {ranks_text(peers)})" if peers else ""
         text = (
-            f"rank {self.rank} of {self.world_size}, on node {self.node_number}{about}: {error} [numbers as of "
+            f"rank {self.rank} of {self.world_size}, on node {self.node_number}{about}: {error} [numbers "
+            f"as of "
             f"the node: its rank 0 is rank {first}]"
         )
         if isinstance(error, PeerTimeout):

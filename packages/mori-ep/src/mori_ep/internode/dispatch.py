@@ -150,7 +150,7 @@ class InterDispatcher:
             chunks = routes.sent_chunks[other]
             words = [*header, int(routes.compact), *chunks, *[0] * (layout.num_chunks - len(chunks))]
             at = layout.header_out(other)
-            (ctypes.c_int64 * len(words)).from_address(self._base + at)[:] = words
+            ctypes.memmove(self._base + at, (ctypes.c_int64 * len(words))(*words), len(words) * 8)
             mine = self._as_seen_from(node)
             to, word = layout.header_from(routes.dispatch, mine), layout.word("header_in", mine)
             self._engine.put_signal(node, to, at, len(words) * 8, word, routes.dispatch)
@@ -297,7 +297,8 @@ class InterDispatcher:
                 optional = name in ("scale bytes", "weights") and 0 in (mine[0], theirs[0])
                 if name != "tokens" and not optional and theirs[index] != mine[index]:
                     raise CollectiveMismatch(
-                        f"dispatch {self.routes.dispatch}: {name} is {mine[index]} on rank {self._comm.rank} and "
+                        f"dispatch {self.routes.dispatch}: {name} is {mine[index]} on rank "
+                        f"{self._comm.rank} and "
                         f"{theirs[index]} on rank {source}: all ranks must dispatch rows of one kind"
                     )
 
@@ -308,14 +309,16 @@ class InterDispatcher:
             for destination, rows in enumerate(to):
                 if rows > most:
                     raise UnsupportedShape(
-                        f"rank {source} sends {rows} rows to rank {destination} in dispatch {routes.dispatch}; "
+                        f"rank {source} sends {rows} rows to rank {destination} in dispatch "
+                        f"{routes.dispatch}; "
                         f"there is room for {most} from each source "
                         f"(max_total_recv_tokens={self._config.max_total_recv_tokens})"
                     )
         received = [to[me] for to in counts]
         if replaying and (routes.received != received or routes.came_chunks != came):
             raise CollectiveMismatch(
-                f"rank {me} replays a dispatch that brought it {routes.received} rows, by rank, but the ranks now "
+                f"rank {me} replays a dispatch that brought it {routes.received} rows, by rank, but the "
+                f"ranks now "
                 f"send {received}: all must replay the same dispatch"
             )
         routes.received, routes.came_chunks = received, came

@@ -1,7 +1,7 @@
 """What carries bytes from one node's window to another's: four verbs.
 
-    put_signal   copy a run of my part of the window to the same window's part of a counterpart on another node,
-                 then set a word there. Does not wait. The bytes may be overwritten after `quiet`
+    put_signal   copy a run of my part of the window to the same window's part of a counterpart on another
+                 node, then set a word there. Does not wait. The bytes may be overwritten after `quiet`
     progress     let the engine work, and note who has gone. Every wait calls it: a rank that only waits must
                  still serve those that send to it
     wait         sleep until a word of my part is >= a value, for at most the deadline
@@ -10,9 +10,9 @@
 Words are 64-bit, written by one counterpart for one purpose, and only grow. What a put brought is visible to
 whoever has seen its word. Puts are not ordered among each other.
 
-Peers are numbered by node here: a counterpart is "the rank of node n". One that has closed its end has "left",
-which concerns only who still waits for it; one whose process or connection ended otherwise has "died", which
-ends every wait. Either way a value that has come counts.
+Peers are numbered by node here: a counterpart is "the rank of node n". One that has closed its end has
+"left", which concerns only who still waits for it; one whose process or connection ended otherwise has
+"died", which ends every wait. Either way a value that has come counts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Waits:
             peer = comm.counterpart(node)
             raise PeerTimeout(
                 f"rank {comm.rank} of {comm.world_size}, in wait for {what} from rank {peer} on node {node}: "
-                f"waited {comm.timeout_s:g} s (the limit is timeout_s=, or MORI_TIMEOUT_S in the environment) for "
+                f"waited {comm.timeout_s:g} s (the limit is timeout_s=, or MORI_TIMEOUT_S in the "
+                f"environment) for "
                 f"a word >= {value}; it is {comm.node.read(where)}. The rank is late, or the network is down",
                 rank=comm.rank,
                 peers=[peer],
@@ -158,7 +159,8 @@ def gone(comm: NodesCommunicator, node: int, why: Gone) -> PeerDied:
 def not_taken(comm: NodesCommunicator, nodes: Iterable[int], deadline: Deadline) -> PeerTimeout:
     peers = [comm.counterpart(node) for node in sorted(set(nodes))]
     return PeerTimeout(
-        f"rank {comm.rank} of {comm.world_size}: puts to {ranks_text(peers)} on other nodes were not taken within "
+        f"rank {comm.rank} of {comm.world_size}: puts to {ranks_text(peers)} on other nodes were not taken "
+        f"within "
         f"{deadline}: the ranks are late, or the network is down",
         rank=comm.rank,
         peers=peers,
@@ -167,6 +169,7 @@ def not_taken(comm: NodesCommunicator, nodes: Iterable[int], deadline: Deadline)
 
 def missing(engine: str, package: str, error: BaseException) -> TransportInert:
     return TransportInert(
-        f"engine {engine!r} needs {package}, which does not load here ({error}): install mori-ep[internode], or "
+        f"engine {engine!r} needs {package}, which does not load here ({error}): install "
+        f"mori-ep[internode], or "
         "choose the engine by name: internode.join(engine='gloo'), MORI_EP_INTERNODE_ENGINE=gloo"
     )

@@ -1,12 +1,12 @@
 """The engine that is always there: torch.distributed's gloo, point to point over TCP.
 
-Gloo has no one-sided put. A put is two messages: a note (where the bytes go, how many, which word, which value)
-and the bytes. One thread per counterpart sleeps in the receive of the next note, receives the bytes to where the
-note says, then sets the word and wakes who waits for it. Messages from one rank to another stay in order, so a
-note is always followed by its bytes.
+Gloo has no one-sided put. A put is two messages: a note (where the bytes go, how many, which word, which
+value) and the bytes. One thread per counterpart sleeps in the receive of the next note, receives the bytes to
+where the note says, then sets the word and wakes who waits for it. Messages from one rank to another stay in
+order, so a note is always followed by its bytes.
 
-A connection that ends without a note that says so means that the counterpart died. A cut network is noticed at
-the deadline only.
+A connection that ends without a note that says so means that the counterpart died. A cut network is noticed
+at the deadline only.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class GlooEngine:
 def _group(comm: NodesCommunicator, key: str) -> Any:
     from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=comm.timeout_s)
     if comm.interface:
         options._devices = [ProcessGroupGloo.create_device(interface=comm.interface)]
@@ -137,7 +137,8 @@ def _group(comm: NodesCommunicator, key: str) -> Any:
     except RuntimeError as error:
         raise PeerTimeout(
             f"rank {comm.rank} of {comm.world_size}: gloo did not connect the counterparts of local rank "
-            f"{comm.local_rank} within {comm.timeout_s:g} s: {broken(error).how}. If the ranks are on several "
+            f"{comm.local_rank} within {comm.timeout_s:g} s: {broken(error).how}. If the ranks are on "
+            f"several "
             "machines, name the network interface (interface=, or MORI_SOCKET_IFNAME)",
             rank=comm.rank,
         ) from None

@@ -11,8 +11,8 @@ Others are numbered without one's own node: "other o" is node o, or o + 1 from o
     headers_from  [2][other]         the same as received, by parity of the call
     rows_out      [other][chunk]     rows packed field by field (FIELDS), before they go
     rows_from     [2][other][chunk]
-    partials_out  [other][chunk]     one row per token of the chunk that this node has made something of, in the
-                                     dtype of combine; then their weights
+    partials_out  [other][chunk]     one row per token of the chunk that this node has made something of, in
+                                     the dtype of combine; then their weights
     partials_from [2][other][chunk]
     own_partial   [max tokens]       what this node has made of my tokens, by token; own_weights likewise
 

@@ -1,11 +1,12 @@
 """The engine for networks that know remote writes: NIXL with its UCX backend.
 
 The window is registered as one region per rank. A put is one transfer whose notification (word, value) leaves
-when the transfer has been polled to its end, so every wait must call `progress`; over TCP the receiver must as
-well, or the sender stalls. There is no progress thread: with fewer than two cores for each rank it costs more
-than it gives.
+when the transfer has been polled to its end, so every wait must call `progress`; over TCP the receiver must
+as well, or the sender stalls. There is no progress thread: with fewer than two cores for each rank it costs
+more than it gives.
 
-Between network namespaces of one machine UCX would still choose shared memory, which is not there: UCX_TLS=tcp.
+Between network namespaces of one machine UCX would still choose shared memory, which is not there:
+UCX_TLS=tcp.
 """
 
 from __future__ import annotations

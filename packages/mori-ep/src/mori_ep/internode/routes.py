@@ -17,8 +17,8 @@ class InterRoutes:
     """Of this rank. Slots are maps as mori_shmem.device.rows has them, [.., k]; what has no place is null.
 
     here      [n, k]                     own tokens: (local rank of this node, row there)
-    nodes     [n, k]                     own tokens: (node, number among the rows that go there); not compact, and
-                                         for the own node: (node, token)
+    nodes     [n, k]                     own tokens: (node, number among the rows that go there); not compact,
+                                         and for the own node: (node, token)
     forward   [others][chunks * 64][k]   others' tokens that came to me: (local rank, row there)
     """
 

@@ -1,14 +1,15 @@
-"""Dispatch and combine across nodes: InterNodeV1 (rows compact), InterNodeV1LL (runs of tokens as they are), and
-InterNode, which takes the second for calls of up to MORI_EP_INTERNODE_LL_TOKENS tokens on a rank.
+"""Dispatch and combine across nodes: InterNodeV1 (rows compact), InterNodeV1LL (runs of tokens as they are),
+and InterNode, which takes the second for calls of up to MORI_EP_INTERNODE_LL_TOKENS tokens on a rank.
 
-The counterpart of rank (node n, local l) on node m is (m, l). "In the node": by load and store, with the flags of
-targets/host/launch.py. "Put": by the engine, with a word that is set when the bytes are there (layout.py).
+The counterpart of rank (node n, local l) on node m is (m, l). "In the node": by load and store, with the
+flags of targets/host/launch.py. "Put": by the engine, with a word that is set when the bytes are there
+(layout.py).
 
 Dispatch e on rank r
   1. maps: for every (token, slot) of r the rank of this node, the node, and the rows per rank of all nodes
   2. r's header to headers[e & 1][r] of its node's ranks; put to its counterparts, with the rows of each chunk
-  3. for every other node, every chunk of 64 tokens that has rows for it: the rows, packed (compact: those that
-     go there; else the whole run), in one put with one word. Here ends the half that waits for nobody
+  3. for every other node, every chunk of 64 tokens that has rows for it: the rows, packed (compact: those
+     that go there; else the whole run), in one put with one word. Here ends the half that waits for nobody
   4. wait for the counterparts' headers, store each at the node's ranks; entered[r] = e in the node; wait for
      entered >= e. Now all know the counts of all ranks, and where everybody's rows start in this node
   5. r's own rows for this node to their place in out*; then each chunk of each counterpart as it arrives: its
@@ -18,18 +19,18 @@ Dispatch e on rank r
 
 Combine c on rank r
   1. y = the rows to be added; staged[r] = c in the node. Here ends the half that waits for nobody
-  2. wait for staged >= c. For every chunk that came in 5: add up the rows of each token in the node's y, round,
-     put them back to the counterpart in one put with one word. After the last, the word `combined` = c, with the
-     kind of rows, to every counterpart, also if there was no chunk
+  2. wait for staged >= c. For every chunk that came in 5: add up the rows of each token in the node's y,
+     round, put them back to the counterpart in one put with one word. After the last, the word `combined`
+     = c, with the kind of rows, to every counterpart, also if there was no chunk
   3. own_partial = the same for r's own tokens; finished[r] = c in the node
   4. wait for `combined` of every counterpart and the words of the chunks that r had sent
   5. result = for every token the sum of its nodes' partial rows, in the order of the first slots that name
      the nodes, added in fp32 and rounded once; wait until r's puts are done
 
 Who may overwrite what (what is in the node: as in targets/host/launch.py)
-  headers_from, rows_from    Parity e & 1, put by a counterpart s in its dispatch e. s has had r's header of e - 1,
-                             and r sent that after it was done with dispatch e - 2.
-  partials_from              Parity c & 1, likewise by the word `combined`, which every combine sends and awaits.
+  headers_from, rows_from    Parity e & 1, put by a counterpart s in its dispatch e. s has had r's header of
+                             e - 1, and r sent that after it was done with dispatch e - 2.
+  partials_from              Parity c & 1, likewise by `combined`, which every combine sends and awaits.
   *_out                      By r itself after 7, or 5 of combine: its puts are done.
 Words have one writer and only grow. Whoever waits makes the engine progress.
 """
@@ -72,8 +73,8 @@ def why_not(config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: tor
     """The reason why such an op cannot be run across nodes, or None."""
     if not config.kernel_type.across_nodes:
         return (
-            f"{config.kernel_type.name} reaches the ranks of one node, this communicator joins nodes: InterNode, "
-            "InterNodeV1 or InterNodeV1LL"
+            f"{config.kernel_type.name} reaches the ranks of one node, this communicator joins nodes: "
+            "InterNode, InterNodeV1 or InterNodeV1LL"
         )
     if config.world_size % config.gpu_per_node:
         return f"gpu_per_node={config.gpu_per_node} does not divide world_size={config.world_size}"

@@ -13,8 +13,8 @@ class EventHandle:
 
     def __init__(self) -> None:
         self._event: Any = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._event = torch.cuda.Event()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def current_stream_wait(self) -> None:

@@ -51,7 +51,7 @@ class Normal:
         ranks = _marked(topk_idx // (num_experts // num_ranks), valid, num_ranks)
         per_node = None
         if self._comm.backend == "internode":
-            nodes = ranks.unflatten(1, (-1, self._comm.ranks_per_node)).any(2)
+            nodes = ranks.view(len(ranks), self._comm.num_nodes, self._comm.ranks_per_node).any(2)
             per_node = nodes.sum(0, dtype=torch.int32)
         return (
             ranks.sum(0, dtype=torch.int32),

@@ -22,12 +22,12 @@ def cast_rows(x: torch.Tensor, *, round_scale: bool) -> tuple[torch.Tensor, torc
 
 def restore_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """fp32 values of [..., hidden] codes with [..., hidden / 128] scales."""
-    blocks = codes.float().unflatten(-1, (-1, BLOCK))
+    blocks = codes.float().view(*scales.shape, BLOCK)
     return (blocks * scales.unsqueeze(-1)).flatten(-2)
 
 
 def pack_exponents(scales: torch.Tensor) -> torch.Tensor:
     """[..., s] powers of two as [..., s / 4] int32: four 8-bit exponents each, the first in the low byte."""
-    exponents = (scales.view(torch.int32) >> 23).unflatten(-1, (-1, 4))
+    exponents = (scales.view(torch.int32) >> 23).view(*scales.shape[:-1], scales.shape[-1] // 4, 4)
     shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=scales.device)
     return (exponents << shifts).sum(-1, dtype=torch.int32)
