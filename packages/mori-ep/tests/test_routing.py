@@ -183,7 +183,7 @@ def test_halves_out_of_order_are_refused_and_change_nothing() -> None:
                 lambda: op.dispatch_send(given.x, given.weights, None, given.ids),
                 op.combine_recv,
             ):
-                with pytest.raises(ArgumentError, match="dispatch_recv is due|combine without a dispatch"):
+                with pytest.raises(ArgumentError, match=r"dispatch_recv is due|combine without a dispatch"):
                     wrong()
             op.dispatch_recv()
             n = int(count)
@@ -199,7 +199,8 @@ def test_P8_P22_slow_copies_are_waited_for_before_anything_reads_or_overwrites_t
 
     def rank() -> None:
         with mori_shmem.init() as comm, made(comm, "AsyncLL", num_qp_per_pe=2) as op:
-            with faults(comm, delay_us=3000 if comm.rank == 0 else 0):
+            slow = faults(comm, delay_us=3000 if comm.rank == 0 else 0)
+            with slow:
                 for turn in range(12):
                     given = fixture(comm.rank + turn, 1 + 5 * turn, TOPK, EXPERTS, HIDDEN)
                     rows, weights, _, ids, count = op.dispatch(given.x, given.weights, None, given.ids)
@@ -212,7 +213,8 @@ def test_P8_P22_slow_copies_are_waited_for_before_anything_reads_or_overwrites_t
 
 
 def test_P22_a_flag_without_its_rows_would_be_seen_here() -> None:
-    """The negative of the test above: signals arrive and copies do not, as with a fence that is too narrow."""
+    """The negative of the test above: signals arrive and copies do not, as with a fence that is too
+    narrow."""
 
     def rank() -> bool:
         with mori_shmem.init() as comm, made(comm, "AsyncLL") as op:

@@ -34,7 +34,7 @@ from mori_shmem.errors import ArgumentError, ClosedError, MoriError, Unsupported
 from mori_ep import checks, formats
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.routing import EpDispatchRoutingHandle
-from mori_ep.settings import DISABLE_VIEW_CACHE, TABLE
+from mori_ep.settings import CHECK_IDS, DISABLE_VIEW_CACHE, TABLE
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape, Runner, target_for
 from mori_ep.turns import CALLS, Turn
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mori_bench import Trace
 
 _numbers = itertools.count(1)
+_MOST_KINDS = 4096  # of calls that are remembered as checked
 
 Dispatched = tuple[
     torch.Tensor,  # rows [recv capacity, hidden]
@@ -103,6 +104,9 @@ class EpDispatchCombineOp:
         self._window = comm.alloc(self.layout.nbytes)
         self._runner: Runner = target.Runner(comm, self._window, self.layout, config, self.plan, self.values)
         self._cache_views = not self.values[DISABLE_VIEW_CACHE]
+        self._checks_ids = bool(self.values[CHECK_IDS])
+        self._dispatch_kinds: dict[object, DispatchShape] = {}
+        self._combine_kinds: dict[object, CombineShape] = {}
         self._dispatches: dict[DispatchShape, _Prepared] = {}
         self._combines: dict[CombineShape, _Prepared] = {}
         self._num_tokens = self._sent_tokens = -1  # of the last dispatch, and of one that was sent only
@@ -142,17 +146,19 @@ class EpDispatchCombineOp:
         indices  # [n, k] int32: global expert ids; -1, or any id that no rank has: the slot goes nowhere
         routing  # a handle: rows go where they went in that dispatch, which had the same n (all ranks replay)
         """
-        shape = checks.dispatch_shape(self.config, self.comm.device, input, weights, scales, indices)
+        shape = self._dispatch_shape(input, weights, scales, indices)
         call = DispatchCall(
             input, weights, scales, indices, routing, (block_num, rdma_block_num, warp_per_block)
         )
-        checks.check_ids(self.values, self.config, indices)
-        checks.check_replay(routing, input.shape[0])
+        if self._checks_ids:
+            checks.check_ids(self.config, indices)
+        n: int = input.shape[0]
+        checks.check_replay(routing, n)
         with self._turns["dispatch"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
             self._num_tokens = -1  # until this one has come through
             self._runner.dispatch(prepared.launch, call)
-            self._num_tokens = input.shape[0]
+            self._num_tokens = n
             if call_local_expert_count:
                 self._runner.count_experts(self.local_expert_count)
             handle = self._runner.routing() if return_routing else routing
@@ -175,11 +181,12 @@ class EpDispatchCombineOp:
 
         Only AsyncLL has two halves; with the other kernel types this is all of it.
         """
-        shape = checks.dispatch_shape(self.config, self.comm.device, input, weights, scales, indices)
+        shape = self._dispatch_shape(input, weights, scales, indices)
         call = DispatchCall(
             input, weights, scales, indices, None, (block_num, rdma_block_num, warp_per_block)
         )
-        checks.check_ids(self.values, self.config, indices)
+        if self._checks_ids:
+            checks.check_ids(self.config, indices)
         with self._turns["dispatch_send"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
             self._num_tokens = -1
@@ -438,11 +445,31 @@ class EpDispatchCombineOp:
     ) -> tuple[CombineShape, CombineCall]:
         external = self.config.use_external_inp_buf if use_external_inp_buf == -1 else use_external_inp_buf
         num_tokens = self._num_tokens if routing is None else routing.cur_rank_num_token
-        shape = checks.combine_shape(
-            self.config, self.comm.device, input, weights, indices, num_tokens, registered=not external
-        )
-        checks.check_combine_dtype(self.config, self.dispatch_dtype, shape.dtype)
-        return shape, CombineCall(input, weights, num_tokens, routing, geometry)
+        kinds = (num_tokens, external, *map(checks.kind_of, (input, weights, indices)))
+        shape = self._combine_kinds.get(kinds)
+        if shape is None:
+            shape = checks.combine_shape(
+                self.config, self.comm.device, input, weights, indices, num_tokens, registered=not external
+            )
+            checks.check_combine_dtype(self.config, self.dispatch_dtype, shape.dtype)
+            _remember(self._combine_kinds, kinds, shape)
+        return shape, CombineCall(input, weights if shape.weights else None, num_tokens, routing, geometry)
+
+    def _dispatch_shape(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+    ) -> DispatchShape:
+        """The shape of a dispatch, checked unless its like has been before."""
+        kind_of = checks.kind_of
+        kinds = (kind_of(input), kind_of(weights), kind_of(scales), kind_of(indices))
+        shape = self._dispatch_kinds.get(kinds)
+        if shape is None:
+            shape = checks.dispatch_shape(self.config, self.comm.device, input, weights, scales, indices)
+            _remember(self._dispatch_kinds, kinds, shape)
+        return shape
 
     def _prepare_dispatch(self, shape: DispatchShape) -> _Prepared:
         launch = self._runner.prepare_dispatch(shape)
@@ -490,3 +517,10 @@ class EpDispatchCombineOp:
         self._check_usable()
         if not self.config.elastic:
             raise UnsupportedShape("elastic=False: only an op made with elastic=True can leave ranks out")
+
+
+def _remember(kinds: dict[Any, Any], kind: object, shape: object) -> None:
+    """What has passed the checks; so many different ones that memory would matter are forgotten."""
+    if len(kinds) >= _MOST_KINDS:
+        kinds.clear()
+    kinds[kind] = shape
