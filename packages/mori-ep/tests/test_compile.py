@@ -1,4 +1,5 @@
-"""Every variant of the cuda target's kernels, compiled as it will be, on any machine; what must hold of its machine
+"""Every variant of the cuda target's kernels, compiled as it will be, on any machine; what must hold of its
+machine
 code, and that both sides have the same arguments. (The kernels run in test_cuda_kernels.py, on a GPU.)
 """
 
@@ -17,13 +18,10 @@ from mori_shmem.jit.cache import Cache
 from mori_shmem.jit.compilers import Compiler, CompilerMissing, compiler_named
 
 CUDA = Path(__file__).parent.parent / "src" / "mori_ep" / "targets" / "cuda"
-KERNELS = {
-    "dispatch": {
-        "dispatch_packets": 64,
-        "dispatch_rows": 128,
-    },  # registers at most: 960 and 512 threads a block
+KERNELS = {  # registers at most, for 640, 512, 640 and 256 threads a block
+    "dispatch": {"dispatch_packets": 102, "dispatch_rows": 128},
     "tables": {"count_experts": 64, "copy_routing": 64},
-    "combine": {"combine_packets": 102, "combine_pull": 255},  # 640 and 256 threads
+    "combine": {"combine_packets": 102, "combine_pull": 255},
     "quantised": {"combine_pull": 255},
     "experts": {"place_by_expert": 255, "spread_rows": 255, "gather_rows": 255},
 }

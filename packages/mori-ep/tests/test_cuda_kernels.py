@@ -1,13 +1,22 @@
-"""The cuda target's kernels by themselves: all ranks of a node in one process and on one GPU, with a window and
-a stream each. Compared with the reference, byte for byte.
+"""The cuda target's kernels by themselves: all ranks of a node in one process, a window and a stream each.
+Compared with the reference, byte for byte.
 
-Run with `tools/gpu_run pytest -m gpu packages/mori-ep/tests/test_cuda_kernels.py`.
+    cuda  the kernels as they are, all ranks on one GPU
+    cpu   the same sources compiled for the CPU (on_cpu/): what they compute and how ranks meet, without what
+          only hardware can show, the order of memory and time
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import random
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +25,8 @@ from mori_ep import reference
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.reference import RankInput, bytes_of
 from mori_ep.targets import CombineShape, DispatchShape
-from mori_ep.targets.cuda import limits
+from mori_ep.targets.cuda import launch as launches
+from mori_ep.targets.cuda import limits, variants
 from mori_ep.targets.cuda.faults import error_of
 from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch, Maps
 from mori_ep.targets.cuda.layout import layout_for
@@ -25,9 +35,29 @@ from mori_ep.targets.cuda.place import Place, blocks_of
 from mori_shmem.errors import ArgumentError, CollectiveMismatch, PeerTimeout, UnsupportedShape
 from mori_shmem.targets.cuda.fault_record import FIELDS
 
-pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
+on_gpu = pytest.param("cuda", marks=pytest.mark.gpu(1))
+
+
+def cases(names: str, *, cpu: list[Any], cuda: list[Any]) -> pytest.MarkDecorator:
+    """Parameters that depend on the device: the CPU is slow."""
+    both = [("cpu", case) for case in cpu] + [("cuda", case) for case in cuda]
+    values = [(device, *(case if isinstance(case, tuple) else (case,))) for device, case in both]
+    marks = {"cpu": (), "cuda": (pytest.mark.gpu(1),)}
+    return pytest.mark.parametrize(
+        f"device, {names}", [pytest.param(*value, marks=marks[value[0]]) for value in values]
+    )
+
+
+only_gpu = pytest.mark.parametrize("device", [on_gpu])
+on_both = pytest.mark.parametrize("device", ["cpu", on_gpu])
 BF16, FP8, FP32, FP16 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float16
+FNUZ = torch.float8_e4m3fnuz
 STALE = 0xEE
+CPU_BLOCKS, CPU_PACKET_TOKENS = 3, 40
+
+
+# ---- ranks ----
 
 
 @dataclass
@@ -35,12 +65,26 @@ class Rank:
     place: Place
     window: torch.Tensor
     record: torch.Tensor
-    stream: torch.cuda.Stream
+    stream: Any  # on the CPU: this rank's queue
+    jobs: list[Callable[[], object]] = field(default_factory=list)
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         region = getattr(self.place.layout, name)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         return self.window[region.offset_bytes : region.offset_bytes + nbytes].view(dtype).view(shape)
+
+    def then(self, job: Callable[[], object]) -> None:
+        """In the order of this rank's stream."""
+        if self.stream is None:
+            self.jobs.append(job)
+        else:
+            with torch.cuda.stream(self.stream):
+                job()
+
+    @property
+    def raw_stream(self) -> Any:
+        """What launches take."""
+        return self if self.stream is None else self.stream.cuda_stream
 
     @property
     def maps(self) -> Maps:
@@ -53,10 +97,18 @@ class Node:
     """Ranks 0..W-1 of one op."""
 
     def __init__(
-        self, world_size: int, *, timeout_s: float = 10.0, wire_block: int = 128, **fields: Any
+        self,
+        device: str,
+        world_size: int,
+        *,
+        timeout_s: float = 20.0,
+        wire_block: int = 128,
+        **fields: Any,
     ) -> None:
-        torch.cuda.set_device(0)
-        self.world = world_size
+        self.device, self.world = device, world_size
+        for name in ("max_num_inp_token_per_rank", "max_total_recv_tokens"):
+            if name in fields:
+                fields[name] = self.scaled(fields[name])
         given: dict[str, Any] = {
             "data_type": BF16,
             "hidden_dim": 512,
@@ -70,17 +122,36 @@ class Node:
         }
         configs = [EpDispatchCombineConfig(rank=r, world_size=world_size, **given) for r in range(world_size)]
         layout = layout_for(configs[0], limits.plan_for(configs[0]))
-        windows = [torch.zeros(layout.nbytes, dtype=torch.uint8, device="cuda") for _ in configs]
+        gpu = device == "cuda"
+        if gpu:
+            torch.cuda.set_device(0)
+        windows = [aligned_zeros(layout.nbytes, device) for _ in configs]
         bases = [window.data_ptr() for window in windows]
+        blocks = blocks_of(0, world_size) if gpu else CPU_BLOCKS
         self.ranks = []
         for config, window in zip(configs, windows, strict=True):
-            record = torch.zeros(8, dtype=torch.int32, pin_memory=True)
-            place = Place(
-                config, layout, bases, 0, blocks_of(0, world_size), record.data_ptr(), timeout_s, wire_block
-            )
-            self.ranks.append(Rank(place, window, record, torch.cuda.Stream()))
+            record = torch.zeros(8, dtype=torch.int32, pin_memory=gpu)
+            place = Place(config, layout, bases, 0, blocks, record.data_ptr(), timeout_s, wire_block)
+            self.ranks.append(Rank(place, window, record, torch.cuda.Stream() if gpu else None))
         self.config = configs[0]
         self.launches: dict[Any, list[Any]] = {}
+        self.sync()
+
+    def scaled(self, tokens: int) -> int:
+        """On the CPU a tenth of the larger sizes; the limit of packets is set to 40 tokens there."""
+        return tokens // 10 if self.device == "cpu" and tokens > CPU_PACKET_TOKENS else tokens
+
+    def sync(self) -> None:
+        """Everything that was queued is done."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            return
+        with ThreadPoolExecutor(self.world) as pool:
+            done = [pool.submit(lambda rank=rank: [job() for job in rank.jobs]) for rank in self.ranks]
+            for future in done:
+                future.result()
+        for rank in self.ranks:
+            rank.jobs.clear()
 
     def prepared(self, kind: type, shape: Any) -> list[Any]:
         key = (kind, shape)
@@ -89,10 +160,9 @@ class Node:
         return self.launches[key]
 
     def poison(self, rank: Rank, first: str, last: str) -> None:
-        """In stream order: what an earlier call left must not pass for a result."""
+        """What an earlier call left must not pass for a result."""
         begin, end = getattr(rank.place.layout, first), getattr(rank.place.layout, last)
-        with torch.cuda.stream(rank.stream):
-            rank.window[begin.offset_bytes : end.end_bytes].fill_(STALE)
+        rank.then(lambda: rank.window[begin.offset_bytes : end.end_bytes].fill_(STALE))
 
     def dispatch(self, inputs: list[RankInput], *, phases: int = BOTH) -> None:
         """Launched on all ranks, one after the other, without a host wait."""
@@ -102,8 +172,8 @@ class Node:
         for rank, launch, given in zip(self.ranks, self.prepared(DispatchLaunch, shape), inputs, strict=True):
             if phases & SEND:
                 self.poison(rank, "table", "out_positions")
-            stream, tensors = rank.stream.cuda_stream, (given.x, given.weights, given.scales, given.ids)
-            launch.launch(stream, *tensors, phases=phases)
+            tensors = (given.x, given.weights, given.scales, given.ids)
+            launch.launch(rank.raw_stream, *tensors, phases=phases)
 
     def combine(
         self,
@@ -121,12 +191,71 @@ class Node:
             if phases & SEND:
                 self.poison(rank, "result", "result_weights")
             maps = rank.maps if packets else replace(rank.maps, meta=None)
-            given = (y[i], weights and weights[i], tokens[i], maps)
-            launch.launch(rank.stream.cuda_stream, *given, guard=guard, phases=phases)
+            rows = rank.view("y", tuple(y[i].shape), y[i].dtype) if registered else y[i]
+            given = (rows, weights and weights[i], tokens[i], maps)
+            launch.launch(rank.raw_stream, *given, guard=guard, phases=phases)
 
     def faults(self) -> list[dict[str, int]]:
         found = [dict(zip(FIELDS, rank.record.tolist(), strict=True)) for rank in self.ranks]
         return [record for record in found if record["code"]]
+
+
+def aligned_zeros(nbytes: int, device: str) -> torch.Tensor:
+    memory = torch.zeros(nbytes + 256, dtype=torch.uint8, device=device)
+    return memory[-memory.data_ptr() % 256 :][:nbytes]
+
+
+# ---- kernels on the CPU ----
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device is the CPU, launches get kernels for it."""
+    if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu":
+        monkeypatch.setattr(limits, "PACKET_TOKENS", CPU_PACKET_TOKENS)
+        monkeypatch.setattr(launches, "dispatch_module", lambda device: dispatch_on_cpu())
+        monkeypatch.setattr(launches, "combine_module", lambda device, *kind: combine_on_cpu(*kind))
+        monkeypatch.setattr(launches.driver, "PreparedLaunch", OnCpu)
+
+
+class OnCpu:
+    """A prepared launch: like the driver's, it takes the arguments as they are when it is launched."""
+
+    def __init__(self, kernel: Callable[..., None], grid: int, block: int, args: list[Any]) -> None:
+        self._kernel, self._shape, self._params = kernel, (grid, block), args[0]
+
+    def launch(self, rank: Rank) -> None:
+        as_it_is = type(self._params).from_buffer_copy(self._params)
+        rank.then(functools.partial(self._kernel, as_it_is, *self._shape))
+
+
+def on_cpu_module(variant: Any, kernels: dict[str, str]) -> Any:
+    path = Path(__file__).parent / "on_cpu" / "emulator.py"
+    spec = importlib.util.spec_from_file_location("emulator", path)
+    assert spec is not None
+    assert spec.loader is not None
+    emulator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(emulator)
+    folder = Path(tempfile.mkdtemp(prefix="mori-ep-on-cpu-"))
+    library = emulator.Library(
+        dict(variant.source.files), variant.source.name, variant.flags, kernels, folder
+    )
+    return SimpleNamespace(function=lambda name: functools.partial(library.run, name))
+
+
+@functools.cache
+def dispatch_on_cpu() -> Any:
+    kernels = dict.fromkeys(("dispatch_packets", "dispatch_rows"), "DispatchParams")
+    return on_cpu_module(variants.dispatch_variant(), kernels)
+
+
+@functools.cache
+def combine_on_cpu(dtype: torch.dtype, quant_type: str) -> Any:
+    names = ("combine_packets", "combine_pull") if quant_type == "none" else ("combine_pull",)
+    return on_cpu_module(variants.combine_variant(dtype, quant_type), dict.fromkeys(names, "CombineParams"))
+
+
+# ---- inputs and results ----
 
 
 def make_inputs(
@@ -142,23 +271,23 @@ def make_inputs(
     experts: range | None = None,
 ) -> list[RankInput]:
     """On the GPU. Ids without repeats in a token, some of them -1 or out of range, drawn from `experts`."""
-    draw = torch.Generator(device="cuda").manual_seed(seed)
+    draw = torch.Generator(device=node.device).manual_seed(seed)
     config, made = node.config, []
     pool = experts or range(config.num_experts)
-    for n in tokens:
+    for n in map(node.scaled, tokens):
         row_bytes = hidden * dtype.itemsize
-        x = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, device="cuda", generator=draw)
-        scores = torch.rand(n, len(pool), device="cuda", generator=draw)
+        x = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, device=node.device, generator=draw)
+        scores = torch.rand(n, len(pool), device=node.device, generator=draw)
         ids = scores.argsort(1)[:, : config.num_experts_per_token].int() + pool.start
         if drop:
-            gone = torch.rand(ids.shape, device="cuda", generator=draw) < drop
-            nobody = torch.rand(ids.shape, device="cuda", generator=draw) < 0.5
+            gone = torch.rand(ids.shape, device=node.device, generator=draw) < drop
+            nobody = torch.rand(ids.shape, device=node.device, generator=draw) < 0.5
             ids = torch.where(gone, torch.where(nobody, -1, 1 << 20).int(), ids)
-        w = torch.rand(ids.shape, device="cuda", generator=draw) if weights else None
+        w = torch.rand(ids.shape, device=node.device, generator=draw) if weights else None
         s = None
         if scale:
             scale_bytes = scale[0] * scale[1].itemsize
-            s = torch.randint(0, 256, (n, scale_bytes), dtype=torch.uint8, device="cuda", generator=draw)
+            s = torch.randint(0, 256, (n, scale_bytes), dtype=torch.uint8, device=node.device, generator=draw)
             s = s.view(scale[1])
         made.append(RankInput(x.view(dtype), ids.contiguous(), w, s))
     return made
@@ -176,28 +305,28 @@ def on_cpu(inputs: list[RankInput]) -> list[RankInput]:
     ]
 
 
-def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return torch.equal(bytes_of(got.cpu()), bytes_of(want))
-
-
 def snapshot(node: Node, inputs: list[RankInput]) -> list[dict[str, torch.Tensor]]:
-    """Copies of every rank's results, in stream order."""
-    rows, k, taken = node.config.recv_capacity, node.config.num_experts_per_token, []
-    for rank, given in zip(node.ranks, inputs, strict=True):
-        with torch.cuda.stream(rank.stream):
-            views = {
-                "out": rank.view("out", (rows, given.x.shape[1]), given.x.dtype),
-                "ids": rank.view("out_indices", (rows, k), torch.int32),
-                "weights": rank.view("out_weights", (rows, k), FP32),
-                "sources": rank.view("out_positions", (rows,), torch.int32),
-                "table": rank.view("table", (given.x.shape[0], k), torch.int32),
-                "count": rank.view("recv_count", (1,), torch.int32),
-            }
-            if given.scales is not None:
-                views["scales"] = rank.view("out_scales", (rows, given.scales.shape[1]), given.scales.dtype)
-            taken.append({name: bytes_of(v) if v.dim() == 2 else v.clone() for name, v in views.items()})
-            taken[-1] = {name: v.clone() for name, v in taken[-1].items()}
+    """Copies of every rank's results, in stream order; there after `sync`."""
+    rows, k = node.config.recv_capacity, node.config.num_experts_per_token
+    taken: list[dict[str, torch.Tensor]] = [{} for _ in node.ranks]
+    for rank, given, kept in zip(node.ranks, inputs, taken, strict=True):
+        views = {
+            "out": rank.view("out", (rows, given.x.shape[1]), given.x.dtype),
+            "ids": rank.view("out_indices", (rows, k), torch.int32),
+            "weights": rank.view("out_weights", (rows, k), FP32),
+            "sources": rank.view("out_positions", (rows,), torch.int32),
+            "table": rank.view("table", (given.x.shape[0], k), torch.int32),
+            "count": rank.view("recv_count", (1,), torch.int32),
+        }
+        if given.scales is not None:
+            views["scales"] = rank.view("out_scales", (rows, given.scales.shape[1]), given.scales.dtype)
+        rank.then(functools.partial(keep, kept, views))
     return taken
+
+
+def keep(kept: dict[str, torch.Tensor], views: dict[str, torch.Tensor]) -> None:
+    for name, view in views.items():
+        kept[name] = (bytes_of(view) if view.dim() == 2 else view).clone()
 
 
 def check_dispatch(node: Node, inputs: list[RankInput], got: list[dict[str, torch.Tensor]]) -> None:
@@ -243,11 +372,11 @@ def ragged(world: int, seed: int, sizes: tuple[int, ...]) -> list[int]:
 def run_dispatches(node: Node, calls: list[list[RankInput]]) -> None:
     """All calls back to back, then all results compared."""
     results = []
-    torch.cuda.synchronize()
+    node.sync()
     for given in calls:
         node.dispatch(given)
         results.append(snapshot(node, given))
-    torch.cuda.synchronize()
+    node.sync()
     assert node.faults() == []
     for given, got in zip(calls, results, strict=True):
         check_dispatch(node, given, got)
@@ -256,17 +385,18 @@ def run_dispatches(node: Node, calls: list[list[RankInput]]) -> None:
 # ---- dispatch ----
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-def test_EP_8_any_number_of_ranks_each_sending_in_its_own_way(world: int) -> None:
+@cases("world", cpu=[1, 3], cuda=[1, 2, 3, 5, 8])
+def test_EP_8_any_number_of_ranks_each_sending_in_its_own_way(device: str, world: int) -> None:
     """600 tokens leave as rows, fewer as packets (512 at most); ranks of both kinds meet in one call."""
-    node = Node(world, max_num_inp_token_per_rank=600, num_experts_per_token=6)
+    node = Node(device, world, max_num_inp_token_per_rank=600, num_experts_per_token=6)
     draws = [[600] * world, *(ragged(world, i, (0, 1, 37, 128, 560, 600)) for i in range(1, 12))]
     calls = [make_inputs(node, n, i, drop=0.3 if i % 3 == 2 else 0.0) for i, n in enumerate(draws)]
     run_dispatches(node, calls)
 
 
-def test_EP_1_empty_ranks_and_one_sided_routing_again_and_again() -> None:
-    node = Node(2, max_num_inp_token_per_rank=600)
+@on_both
+def test_EP_1_empty_ranks_and_one_sided_routing_again_and_again(device: str) -> None:
+    node = Node(device, 2, max_num_inp_token_per_rank=600)
     one_side = [
         make_inputs(node, [600, 128], 9, experts=range(8)),
         make_inputs(node, [0, 600], 8, experts=range(8, 16)),
@@ -275,10 +405,15 @@ def test_EP_1_empty_ranks_and_one_sided_routing_again_and_again() -> None:
     run_dispatches(node, calls * 4)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 6, 7, 9, 10, 31])
-def test_EP_2_any_top_k(top_k: int) -> None:
+@cases("top_k", cpu=[3, 31], cuda=[1, 3, 6, 7, 9, 10, 31])
+def test_EP_2_any_top_k(device: str, top_k: int) -> None:
     node = Node(
-        2, num_experts_per_token=top_k, num_experts_per_rank=24, scale_dim=8, max_num_inp_token_per_rank=600
+        device,
+        2,
+        num_experts_per_token=top_k,
+        num_experts_per_rank=24,
+        scale_dim=8,
+        max_num_inp_token_per_rank=600,
     )
     calls = [make_inputs(node, [37, 37], 5), make_inputs(node, [600, 37], 6, drop=0.2)]
     run_dispatches(node, calls * 2)
@@ -294,10 +429,18 @@ SHAPES = {
     "one unit": (FP8, 16, (3, torch.uint8)),
     "a row that no warp divides": (BF16, 3592, (5, torch.int16)),
 }
+SMALL_SHAPES = {
+    "fp8 with block scales": (FP8, 896, (7, FP32)),
+    "fp16 with seven one-byte scales": (FP16, 512, (7, torch.uint8)),
+    "one unit": (FP8, 16, (3, torch.uint8)),
+    "a row that no warp divides": (BF16, 904, (5, torch.int16)),
+}
 
 
-def test_EP_7_every_dtype_and_shape_in_turn_on_one_op() -> None:
+@on_both
+def test_EP_7_every_dtype_and_shape_in_turn_on_one_op(device: str) -> None:
     node = Node(
+        device,
         3,
         hidden_dim=7168,
         scale_dim=224,
@@ -306,36 +449,45 @@ def test_EP_7_every_dtype_and_shape_in_turn_on_one_op() -> None:
         max_num_inp_token_per_rank=400,
     )
     calls = []
-    for i, (dtype, hidden, scale) in enumerate(SHAPES.values()):
+    for i, (dtype, hidden, scale) in enumerate((SHAPES if device == "cuda" else SMALL_SHAPES).values()):
         for tokens in ([128, 3, 400], [5, 0, 1]):
             shape: dict[str, Any] = {"hidden": hidden, "dtype": dtype, "scale": scale, "weights": i % 3 != 1}
             calls.append(make_inputs(node, tokens, i, drop=0.1, **shape))
     run_dispatches(node, calls * 2)
 
 
-def test_tensors_that_begin_at_odd_places() -> None:
+@on_both
+def test_tensors_that_begin_at_odd_places(device: str) -> None:
     """Ids, weights and scales need no alignment of their own; the payload's 16 bytes are asked for."""
-    node = Node(2, num_experts_per_token=8, scale_dim=16)
+    node = Node(device, 2, num_experts_per_token=8, scale_dim=16)
     given = make_inputs(node, [40, 40], 1, scale=(16, FP32))
     for g in given:
         for name in ("ids", "weights", "scales"):
             value = getattr(g, name)
-            moved = torch.empty(value.numel() + 1, dtype=value.dtype, device="cuda")[1:].view(value.shape)
+            moved = torch.empty(value.numel() + 1, dtype=value.dtype, device=node.device)[1:].view(
+                value.shape
+            )
             setattr(g, name, moved.copy_(value))
     run_dispatches(node, [given] * 2)
-    x = torch.empty(40 * 512 + 1, dtype=BF16, device="cuda")[1:].view(40, 512)
+    x = torch.empty(40 * 512 + 1, dtype=BF16, device=node.device)[1:].view(40, 512)
     with pytest.raises(ArgumentError, match="multiple of 16"):
         node.dispatch([replace(given[0], x=x), given[1]])
 
 
-def test_EP_3_tokens_beyond_two_to_the_sixteen() -> None:
+@only_gpu
+def test_EP_3_tokens_beyond_two_to_the_sixteen(device: str) -> None:
     node = Node(
-        2, hidden_dim=128, num_experts_per_rank=1, num_experts_per_token=1, max_num_inp_token_per_rank=65537
+        device,
+        2,
+        hidden_dim=128,
+        num_experts_per_rank=1,
+        num_experts_per_token=1,
+        max_num_inp_token_per_rank=65537,
     )
     given = make_inputs(node, [65537, 65537], 1, hidden=128)
     node.dispatch(given)
     (mine, theirs) = snapshot(node, given)
-    torch.cuda.synchronize()
+    node.sync()
     assert node.faults() == []
     assert int(mine["count"]) + int(theirs["count"]) == 131074
     for got, here in ((mine, 0), (theirs, 1)):
@@ -346,37 +498,39 @@ def test_EP_3_tokens_beyond_two_to_the_sixteen() -> None:
         assert torch.equal(got["out"][:n], rows)
 
 
-def test_EP_3_elements_beyond_two_to_the_31() -> None:
+@only_gpu
+def test_EP_3_elements_beyond_two_to_the_31(device: str) -> None:
     node = Node(
+        device,
         1,
         hidden_dim=7168,
         num_experts_per_rank=2,
         num_experts_per_token=1,
         max_num_inp_token_per_rank=300_000,
     )
-    x = torch.zeros(300_000, 7168, dtype=BF16, device="cuda")
-    x[-1] = torch.arange(7168, device="cuda")
-    ids = torch.zeros(300_000, 1, dtype=torch.int32, device="cuda")
+    x = torch.zeros(300_000, 7168, dtype=BF16, device=node.device)
+    x[-1] = torch.arange(7168, device=node.device)
+    ids = torch.zeros(300_000, 1, dtype=torch.int32, device=node.device)
     node.dispatch([RankInput(x, ids)])
-    torch.cuda.synchronize()
+    node.sync()
     rows = node.ranks[0].view("out", (300_000, 7168), BF16)
     assert torch.equal(rows[-1], x[-1])
     node.ranks[0].view("y", (300_000, 7168), BF16).copy_(rows)
     node.combine([rows], None, [300_000], registered=True)
-    torch.cuda.synchronize()
+    node.sync()
     assert torch.equal(node.ranks[0].view("result", (300_000, 7168), BF16)[-1], x[-1])
 
 
-def test_a_dispatch_in_two_halves() -> None:
-    node = Node(3, max_num_inp_token_per_rank=600)
+@on_both
+def test_a_dispatch_in_two_halves(device: str) -> None:
+    node = Node(device, 3, max_num_inp_token_per_rank=600)
     for i, tokens in enumerate(([5, 0, 128], [600, 3, 600], [128, 128, 128])):
         given = make_inputs(node, tokens, i)
-        torch.cuda.synchronize()
+        node.sync()
         node.dispatch(given, phases=SEND)
-        torch.cuda._sleep(100000)
         node.dispatch(given, phases=RECEIVE)
         got = snapshot(node, given)
-        torch.cuda.synchronize()
+        node.sync()
         check_dispatch(node, given, got)
     assert node.faults() == []
 
@@ -385,18 +539,19 @@ def test_a_dispatch_in_two_halves() -> None:
 
 
 def error_in(node: Node) -> Exception:
-    torch.cuda.synchronize()
+    node.sync()
     (found,) = node.faults()
     return error_of(found, 0.3)
 
 
 @pytest.mark.parametrize("tokens", [40, 600])
-def test_a_rank_that_does_not_come_is_named_within_the_deadline(tokens: int) -> None:
-    node = Node(2, timeout_s=0.3, max_num_inp_token_per_rank=600)
+@on_both
+def test_a_rank_that_does_not_come_is_named_within_the_deadline(device: str, tokens: int) -> None:
+    node = Node(device, 2, timeout_s=0.3, max_num_inp_token_per_rank=600)
     given = make_inputs(node, [tokens, tokens], 1)
-    torch.cuda.synchronize()
+    node.sync()
     node.prepared(DispatchLaunch, DispatchShape(512, BF16, 0, None, True))[0].launch(
-        node.ranks[0].stream.cuda_stream, given[0].x, given[0].weights, None, given[0].ids
+        node.ranks[0].raw_stream, given[0].x, given[0].weights, None, given[0].ids
     )
     late = error_in(node)
     assert isinstance(late, PeerTimeout)
@@ -405,34 +560,37 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(tokens: int) -> 
 
 
 @pytest.mark.parametrize("packets", [True, False])
-def test_a_combine_that_a_rank_misses_is_named(packets: bool) -> None:
-    node = Node(2, timeout_s=0.3)
+@on_both
+def test_a_combine_that_a_rank_misses_is_named(device: str, packets: bool) -> None:
+    node = Node(device, 2, timeout_s=0.3)
     given = make_inputs(node, [40, 40], 1)
     node.dispatch(given)
-    torch.cuda.synchronize()
-    y = torch.zeros(node.config.recv_capacity, 512, dtype=BF16, device="cuda")
+    node.sync()
+    y = node.ranks[1].view("y", (node.config.recv_capacity, 512), BF16)
     launch = node.prepared(CombineLaunch, CombineShape(512, BF16, False, True))[1]
     maps = node.ranks[1].maps if packets else replace(node.ranks[1].maps, meta=None)
-    launch.launch(node.ranks[1].stream.cuda_stream, y, None, 40, maps)
+    launch.launch(node.ranks[1].raw_stream, y, None, 40, maps)
     late = error_in(node)
     assert isinstance(late, PeerTimeout)
     assert (late.rank, late.peers) == (1, (0,))
 
 
-def test_more_rows_than_there_is_room_for() -> None:
+@on_both
+def test_more_rows_than_there_is_room_for(device: str) -> None:
     """The rows that fit are right, nothing is written beyond them, and all ranks' errors have the numbers."""
-    node = Node(2, max_num_inp_token_per_rank=600, max_total_recv_tokens=200)
+    node = Node(device, 2, max_num_inp_token_per_rank=600, max_total_recv_tokens=200)
     for tokens in (128, 600):
         given = make_inputs(node, [tokens, 7], 2, experts=range(8))
-        torch.cuda.synchronize()
+        node.sync()
         node.dispatch(given)
         got = snapshot(node, given)
-        torch.cuda.synchronize()
+        node.sync()
         errors = [error_of(found, 1) for found in node.faults()]
         assert [type(error) for error in errors] == [UnsupportedShape] * 2
-        assert f"rank 0 sends {tokens} rows to rank 0" in str(errors[1])
-        assert "room for 100 of each rank" in str(errors[1])
-        count = min(tokens + 7, 200)
+        room = node.config.recv_per_source
+        assert f"rank 0 sends {node.scaled(tokens)} rows to rank 0" in str(errors[1])
+        assert f"room for {room} of each rank" in str(errors[1])
+        count = min(node.scaled(tokens) + 7, 2 * room)
         assert int(got[0]["count"]) == count
         rows = torch.cat([bytes_of(g.x) for g in given])[:count]
         assert torch.equal(got[0]["out"][:count], rows)
@@ -441,46 +599,53 @@ def test_more_rows_than_there_is_room_for() -> None:
             assert not rank.view("y", (1, 512), BF16).any()  # what lies behind
 
 
-def test_a_combine_of_too_few_rows() -> None:
-    node = Node(2)
+@on_both
+def test_a_combine_of_too_few_rows(device: str) -> None:
+    node = Node(device, 2)
     given = make_inputs(node, [40, 40], 1)
     node.dispatch(given)
-    torch.cuda.synchronize()
-    y = [torch.zeros(256, 512, dtype=BF16, device="cuda"), torch.zeros(7, 512, dtype=BF16, device="cuda")]
+    node.sync()
+    y = [
+        torch.zeros(256, 512, dtype=BF16, device=node.device),
+        torch.zeros(7, 512, dtype=BF16, device=node.device),
+    ]
     node.combine(y, None, [40, 40])
     error = error_in(node)
     assert isinstance(error, ArgumentError)
     assert "rank 1 combined an input of 7 rows" in str(error)
 
 
-def test_calls_of_different_kinds_are_told_apart() -> None:
-    node = Node(2, timeout_s=0.5)
+@on_both
+def test_calls_of_different_kinds_are_told_apart(device: str) -> None:
+    node = Node(device, 2, timeout_s=0.5)
     bf16, fp8 = make_inputs(node, [9, 9], 1), make_inputs(node, [9, 9], 1, dtype=FP8)
     shapes = (DispatchShape(512, BF16, 0, None, True), DispatchShape(512, FP8, 0, None, True))
     launches = [node.prepared(DispatchLaunch, shape)[r] for r, shape in enumerate(shapes)]
-    torch.cuda.synchronize()
+    node.sync()
     for rank, launch, given in zip(node.ranks, launches, (bf16[0], fp8[1]), strict=True):
-        launch.launch(rank.stream.cuda_stream, given.x, given.weights, None, given.ids)
-    torch.cuda.synchronize()
+        launch.launch(rank.raw_stream, given.x, given.weights, None, given.ids)
+    node.sync()
     errors = [error_of(found, 0.5) for found in node.faults()]
     assert [type(error) for error in errors] == [CollectiveMismatch] * 2
     assert "rank 1 made a dispatch of another kind than rank 0" in str(errors[0])
 
 
-def test_a_masked_rank_is_neither_sent_to_nor_waited_for() -> None:
-    node = Node(3, timeout_s=0.5)
+@on_both
+def test_a_masked_rank_is_neither_sent_to_nor_waited_for(device: str) -> None:
+    node = Node(device, 3, timeout_s=0.5)
     calls = [make_inputs(node, [30, 40, 50], i) for i in range(4)]
-    torch.cuda.synchronize()
+    node.sync()
     for given in calls:
         results = []
         shape = DispatchShape(512, BF16, 0, None, True)
         for r in (0, 2):
             rank, launch = node.ranks[r], node.prepared(DispatchLaunch, shape)[r]
             launch.set_alive(0b101)
-            launch.launch(rank.stream.cuda_stream, given[r].x, given[r].weights, None, given[r].ids)
-        torch.cuda.synchronize()
+            launch.launch(rank.raw_stream, given[r].x, given[r].weights, None, given[r].ids)
+        node.sync()
         assert node.faults() == []
         results = snapshot(node, given)
+        node.sync()
         gone = RankInput(given[1].x[:0], given[1].ids[:0], given[1].weights[:0], None)
         wanted = reference.dispatch(on_cpu([given[0], gone, given[2]]), node.config.num_experts_per_rank)
         for r in (0, 2):
@@ -492,36 +657,36 @@ def test_a_masked_rank_is_neither_sent_to_nor_waited_for() -> None:
 
 
 def rounds(node: Node, calls: list[list[RankInput]], dtype: torch.dtype, hidden: int, **how: Any) -> None:
-    """Dispatch, then combine rows that have nothing to do with what was dispatched: all calls back to back."""
+    """Dispatch, then combine rows that have nothing to do with what was dispatched: all calls back to
+    back."""
     config, kept = node.config, []
     with_weights = how.pop("weights", False)
     wire = how.pop("wire", None)
     ys, ws = [], []
     for i, given in enumerate(calls):
-        draw = torch.Generator(device="cuda").manual_seed(i)
+        draw = torch.Generator(device=node.device).manual_seed(i)
         shape = (config.recv_capacity, hidden)
-        ys.append([(torch.randn(shape, device="cuda", generator=draw) * 8).to(dtype) for _ in given])
+        ys.append([(torch.randn(shape, device=node.device, generator=draw) * 8).to(dtype) for _ in given])
         slots = (config.recv_capacity, config.num_experts_per_token)
-        ws.append([torch.rand(slots, device="cuda", generator=draw) for _ in given])
-    torch.cuda.synchronize()
+        ws.append([torch.rand(slots, device=node.device, generator=draw) for _ in given])
+    node.sync()
     for given, y, w in zip(calls, ys, ws, strict=True):
         node.dispatch(given)
         if how.get("registered"):
             for rank, rows in zip(node.ranks, y, strict=True):
-                with torch.cuda.stream(rank.stream):
-                    rank.view("y", tuple(rows.shape), dtype).copy_(rows)
+                rank.then(functools.partial(rank.view("y", tuple(rows.shape), dtype).copy_, rows))
         tokens = [g.x.shape[0] for g in given]
         node.combine(y, w if with_weights else None, tokens, **how)
         for r, rank in enumerate(node.ranks):
-            with torch.cuda.stream(rank.stream):
-                slots = (tokens[r], config.num_experts_per_token)
-                kept.append(
-                    (
-                        rank.view("result", (tokens[r], hidden), dtype).clone(),
-                        rank.view("result_weights", slots, FP32).clone(),
-                    )
-                )
-    torch.cuda.synchronize()
+            slots = (tokens[r], config.num_experts_per_token)
+            results: dict[str, torch.Tensor] = {}
+            views = {
+                "out": rank.view("result", (tokens[r], hidden), dtype),
+                "weights": rank.view("result_weights", slots, FP32),
+            }
+            rank.then(functools.partial(keep, results, views))
+            kept.append(results)
+    node.sync()
     assert node.faults() == []
     for given, y, w in zip(calls, ys, ws, strict=True):
         inputs = on_cpu(given)
@@ -531,18 +696,27 @@ def rounds(node: Node, calls: list[list[RankInput]], dtype: torch.dtype, hidden:
         )
         want_w = reference.combine(inputs, received, [part.cpu() for part in w], config.num_experts_per_rank)
         for r in range(node.world):
-            out, out_w = kept.pop(0)
-            assert same(out, want[r]), (r, out.shape)
+            got = kept.pop(0)
+            assert torch.equal(got["out"].cpu(), bytes_of(want[r])), r
             if with_weights:
-                assert torch.equal(out_w.cpu(), want_w[r])
+                assert torch.equal(got["weights"].cpu(), bytes_of(want_w[r]))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("registered", [False, True])
-def test_EP_4_sums_in_slot_order_whichever_way_rows_come_home(world: int, registered: bool) -> None:
+@cases(
+    "world, registered",
+    cpu=[(2, False), (3, True)],
+    cuda=[(world, registered) for world in (1, 2, 3, 8) for registered in (False, True)],
+)
+def test_EP_4_sums_in_slot_order_whichever_way_rows_come_home(
+    device: str, world: int, registered: bool
+) -> None:
     """Owners of up to 512 tokens get packets, larger ones pull, in the same call."""
     node = Node(
-        world, max_num_inp_token_per_rank=600, num_experts_per_token=6, use_external_inp_buf=not registered
+        device,
+        world,
+        max_num_inp_token_per_rank=600,
+        num_experts_per_token=6,
+        use_external_inp_buf=not registered,
     )
     draws = [[600] * world, *(ragged(world, i, (0, 1, 37, 128, 600)) for i in range(1, 6))]
     calls = [make_inputs(node, n, i, drop=0.3 if i % 2 else 0.0) for i, n in enumerate(draws)]
@@ -550,12 +724,17 @@ def test_EP_4_sums_in_slot_order_whichever_way_rows_come_home(world: int, regist
     rounds(node, calls, BF16, 512, registered=registered, weights=True)
 
 
-@pytest.mark.parametrize("packets", [True, False])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP8, torch.float8_e4m3fnuz])
-def test_every_dtype_is_added_in_fp32_and_rounded_once(dtype: torch.dtype, packets: bool) -> None:
-    node = Node(3, hidden_dim=7168, max_token_type_size=4, num_experts_per_token=9)
+@cases(
+    "dtype, packets",
+    cpu=[(FP16, True), (FNUZ, False)],
+    cuda=[(dtype, packets) for dtype in (BF16, FP16, FP32, FP8, FNUZ) for packets in (True, False)],
+)
+def test_every_dtype_is_added_in_fp32_and_rounded_once(
+    device: str, dtype: torch.dtype, packets: bool
+) -> None:
+    node = Node(device, 3, hidden_dim=7168, max_token_type_size=4, num_experts_per_token=9)
     calls = [make_inputs(node, [20, 3, 1], 1), make_inputs(node, [7, 0, 33], 2, drop=0.2)]
-    for hidden in (7168, 144):
+    for hidden in (7168 if device == "cuda" else 896, 144):
         rounds(node, calls, dtype, hidden, weights=True, packets=packets)
         rounds(node, calls, dtype, hidden, registered=True, packets=packets)
 
@@ -569,7 +748,8 @@ def wire_of(quant_type: str, block: int) -> Any:
     def blockwise(y: torch.Tensor) -> torch.Tensor:
         values = y.float().view(y.shape[0], -1, block)
         most = values.abs().amax(2, keepdim=True)
-        scale, factor = most / 448, 448 / most
+        largest = torch.full_like(most, 448)  # (a number over a tensor is a reciprocal in torch)
+        scale, factor = most / largest, largest / most
         empty = most == 0
         codes = reference.rounded(values * factor.masked_fill(empty, 1), FP8).float()
         return (codes * scale.masked_fill(empty, 1)).view(y.shape)
@@ -577,55 +757,62 @@ def wire_of(quant_type: str, block: int) -> Any:
     return direct if quant_type == "fp8_direct_cast" else blockwise
 
 
-@pytest.mark.parametrize("quant_type", ["fp8_direct_cast", "fp8_blockwise"])
-@pytest.mark.parametrize("block", [128, 32])
-def test_quantised_transports_have_the_bytes_of_their_definition(quant_type: str, block: int) -> None:
-    node = Node(3, hidden_dim=7168, quant_type=quant_type, max_num_inp_token_per_rank=300, wire_block=block)
+@cases(
+    "quant_type, block",
+    cpu=[("fp8_blockwise", 128)],
+    cuda=[("fp8_direct_cast", 128), ("fp8_blockwise", 128), ("fp8_blockwise", 32)],
+)
+def test_quantised_transports_have_the_bytes_of_their_definition(
+    device: str, quant_type: str, block: int
+) -> None:
+    node = Node(
+        device, 3, hidden_dim=7168, quant_type=quant_type, max_num_inp_token_per_rank=400, wire_block=block
+    )
     calls = [make_inputs(node, [20, 3, 300], 1), make_inputs(node, [7, 0, 33], 2, drop=0.2)]
-    for hidden in (7168, 128):
+    for hidden in (7168 if device == "cuda" else 896, 128):
         rounds(node, calls, BF16, hidden, weights=True, wire=wire_of(quant_type, block))
 
 
-def test_combine_again_with_the_registered_buffer_filled_again_at_once() -> None:
+@on_both
+def test_combine_again_with_the_registered_buffer_filled_again_at_once(device: str) -> None:
     """With `guard` a rank ends a combine only when nobody reads its rows any more."""
-    node = Node(3, max_num_inp_token_per_rank=600)
+    node = Node(device, 3, max_num_inp_token_per_rank=600)
     given = make_inputs(node, [600, 37, 590], 1)
-    torch.cuda.synchronize()
+    node.sync()
     node.dispatch(given)
-    tokens, kept = [g.x.shape[0] for g in given], []
+    tokens = [g.x.shape[0] for g in given]
+    kept: list[dict[str, torch.Tensor]] = []
+    shape = (node.config.recv_capacity, 512)
     for i in range(20):
         for rank in node.ranks:
-            with torch.cuda.stream(rank.stream):
-                rank.view("y", (node.config.recv_capacity, 512), BF16).fill_(i + 1)
-        y = [rank.view("y", (node.config.recv_capacity, 512), BF16) for rank in node.ranks]
+            rank.then(functools.partial(rank.view("y", shape, BF16).fill_, i + 1))
+        y = [rank.view("y", shape, BF16) for rank in node.ranks]
         node.combine(y, None, tokens, registered=True, guard=True)
         for rank, n in zip(node.ranks, tokens, strict=True):
-            with torch.cuda.stream(rank.stream):
-                kept.append(rank.view("result", (n, 512), BF16).clone())
-    torch.cuda.synchronize()
+            kept.append({})
+            rank.then(functools.partial(keep, kept[-1], {"out": rank.view("result", (n, 512), BF16)}))
+    node.sync()
     assert node.faults() == []
     for i in range(20):
         for given_here in given:
             to = reference.destinations(given_here.ids, node.config.num_experts_per_rank, 3)
             want = torch.tensor([float(len(d) * (i + 1)) for d in to], dtype=BF16)
-            assert torch.equal(kept.pop(0)[:, 0].cpu(), want)
+            assert torch.equal(kept.pop(0)["out"].cpu().view(BF16)[:, 0], want)
 
 
 # ---- many calls ----
 
 
-def test_EP_6_a_captured_pair_of_calls_replayed_a_thousand_times_between_eager_calls() -> None:
+@only_gpu
+def test_EP_6_a_captured_pair_of_calls_replayed_a_thousand_times_between_eager_calls(device: str) -> None:
     """All ranks' kernels in one graph, an odd number of pairs in it; every replay has fresh inputs."""
-    node = Node(2, max_num_inp_token_per_rank=128)
-    tokens, mismatches = [128, 37], torch.zeros(1, dtype=torch.long, device="cuda")
+    node = Node(device, 2, max_num_inp_token_per_rank=128)
+    tokens, mismatches = [128, 37], torch.zeros(1, dtype=torch.long, device=node.device)
     static = make_inputs(node, tokens, 0)
 
     def pair() -> None:
         node.dispatch(static)
-        y = []
-        for rank in node.ranks:
-            with torch.cuda.stream(rank.stream):
-                y.append(rank.view("out", (node.config.recv_capacity, 512), BF16))
+        y = [rank.view("out", (node.config.recv_capacity, 512), BF16) for rank in node.ranks]
         node.combine(y, None, tokens)
 
     def compare() -> None:
@@ -637,7 +824,7 @@ def test_EP_6_a_captured_pair_of_calls_replayed_a_thousand_times_between_eager_c
             mismatches.add_((out != want).any())
 
     pair()
-    torch.cuda.synchronize()
+    node.sync()
     graph, main = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=main):
         for rank in node.ranks:
@@ -646,19 +833,19 @@ def test_EP_6_a_captured_pair_of_calls_replayed_a_thousand_times_between_eager_c
             pair()
         for rank in node.ranks:
             main.wait_stream(rank.stream)
-    draw = torch.Generator(device="cuda").manual_seed(5)
+    draw = torch.Generator(device=node.device).manual_seed(5)
     for i in range(1000):
         for given in static:
             given.x.normal_(generator=draw)
-            order = torch.rand(given.ids.shape[0], 16, device="cuda", generator=draw).argsort(1)
+            order = torch.rand(given.ids.shape[0], 16, device=node.device, generator=draw).argsort(1)
             given.ids.copy_(order[:, : given.ids.shape[1]])
         graph.replay()
         compare()
         if i % 10 == 3:
-            torch.cuda.synchronize()
+            node.sync()
             pair()
-            torch.cuda.synchronize()
+            node.sync()
             compare()
-    torch.cuda.synchronize()
+    node.sync()
     assert node.faults() == []
     assert int(mismatches) == 0

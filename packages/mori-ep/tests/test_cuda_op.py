@@ -1,6 +1,7 @@
 """The op on GPUs, a process a rank. gpu(2): 2 ranks with a GPU each, and 4 to 8 ranks sharing two.
 
-Run with `tools/gpu_run pytest -m gpu packages/mori-ep/tests/test_cuda_op.py`. One start of ranks serves many checks.
+Run with `tools/gpu_run pytest -m gpu packages/mori-ep/tests/test_cuda_op.py`. One start of ranks serves many
+checks.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def halves_and_layouts(comm: mori_shmem.Communicator) -> None:
     with made(comm, "AsyncLL") as op:
         for tokens in (9, 600):
             given = here(op, tokens + comm.rank % 2 if tokens < 600 else tokens)
-            rows, _, _, _, count = op.dispatch_send(given.x, None, None, given.ids)
+            rows, *_ = op.dispatch_send(given.x, None, None, given.ids)
             torch.cuda._sleep(200_000)
             op.dispatch_recv()
             out, _ = op.combine_send(rows, None, given.ids)
@@ -194,9 +195,7 @@ def quantised(comm: mori_shmem.Communicator) -> None:
             out, _ = op.combine(rows[: int(count)], None, given.ids)
             want = given.x.float() * num_ranks(op, given.ids)
             assert reference.rel_l2(out[:77], want) <= 3e-2
-    with pytest.raises(
-        UnsupportedShape, match="combine bfloat16, quant_type fp4_blockwise.*Hopper has no fp4"
-    ):
+    with pytest.raises(UnsupportedShape, match=r"bfloat16, quant_type fp4_blockwise.*Hopper has no fp4"):
         made(comm, quant_type="fp4_blockwise")
     with pytest.raises(UnsupportedShape, match="200 x 1 bytes"):
         made(comm, hidden_dim=200, data_type=torch.float8_e4m3fn)
@@ -235,7 +234,8 @@ def test_EP_8_all_of_it_on_ranks_that_share_gpus(world_size: int) -> None:
 
 
 def test_EP_6_graphs_and_eager_calls_with_fixed_results() -> None:
-    """A graph with an odd number of pairs, replayed a thousand times between eager calls of other sizes; and 2000
+    """A graph with an odd number of pairs, replayed a thousand times between eager calls of other sizes; and
+    2000
     eager pairs without a wait of the host."""
 
     def body(comm: mori_shmem.Communicator) -> None:
@@ -311,7 +311,7 @@ def test_a_second_call_allocates_nothing_and_returns_the_same_objects() -> None:
 
 def test_a_rank_that_dies_is_named_and_an_elastic_op_goes_on_without_it() -> None:
     def rank(elastic: bool) -> str:
-        comm = mori_shmem.init(timeout_s=1)
+        comm = mori_shmem.init(timeout_s=8)  # of every wait: the kernels', too
         op = made(comm, elastic=elastic, max_num_inp_token_per_rank=128)
         given = here(op, 20)
         check(op, given)
@@ -323,7 +323,7 @@ def test_a_rank_that_dies_is_named_and_an_elastic_op_goes_on_without_it() -> Non
         torch.cuda.synchronize()
         with pytest.raises(PeerError, match="rank 1") as error:
             op.dispatch(given.x, given.weights, None, given.ids)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         if not elastic:
             with pytest.raises(MoriError):
                 op.dispatch(given.x, given.weights, None, given.ids)

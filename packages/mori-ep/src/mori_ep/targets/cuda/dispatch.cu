@@ -86,7 +86,7 @@ DEVICE void make_masks(const DispatchParams& p, OwnMasks& own) {
 // All threads of the block.
 DEVICE void send_headers(const DispatchParams& p, const OwnMasks& own, unsigned e) {
   const Common& c = p.c;
-  const int counts = count_packets(c), words = mask_words(c.tokens), packets = counts + (words + 2) / 3;
+  const int counts = count_packets(c), words = mask_words(c.tokens), packets = counts + p.mask_packets;
   for (int i = threadIdx.x; i < c.world * packets; i += blockDim.x) {
     const int d = i / packets, k = i % packets;
     if (!is_alive(c, d)) continue;
@@ -256,7 +256,7 @@ DEVICE void store_tail(const DispatchParams& p, size_t t, const Targets& to) {
 // Block 0, all threads.
 DEVICE void send_counts(const DispatchParams& p, const int* total, unsigned e) {
   const Common& c = p.c;
-  const int packets = count_packets(c);
+  const int packets = count_packets(c) + p.mask_packets;
   const unsigned sent = *(volatile unsigned*)(c.state + TOKENS_SENT) + c.tokens;
   __syncthreads();
   if (threadIdx.x == 0) *(volatile unsigned*)(c.state + TOKENS_SENT) = sent;

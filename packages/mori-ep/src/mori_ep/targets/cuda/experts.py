@@ -1,5 +1,5 @@
-"""Received rows laid out by expert, and back (experts.cu): the layout of grouped GEMMs with a fixed number of rows
-an expert. Two small kernels there, one back, on the caller's stream."""
+"""Received rows laid out by expert, and back (experts.cu): the layout of grouped GEMMs with a fixed number
+of rows an expert. Two small kernels there, one back, on the caller's stream."""
 
 from __future__ import annotations
 

@@ -75,23 +75,23 @@ def error_of(found: dict[str, int], timeout_s: float) -> MoriError:
     rank, peer, seen, wanted = (found[name] for name in ("rank", "peer", "seen", "wanted"))
     if found["what"] == _OVERFLOW:
         return UnsupportedShape(
-            f"rank {peer} sends {seen} rows to rank {found['index']} in one dispatch, which has room for {wanted} "
-            "of each rank: make the op with a larger max_total_recv_tokens, or 0"
+            f"rank {peer} sends {seen} rows to rank {found['index']} in one dispatch, which has room for "
+            f"{wanted} of each rank: make the op with a larger max_total_recv_tokens, or 0"
         )
     if found["what"] == _DIFFERENT_CALL:
         return CollectiveMismatch(
-            f"rank {peer} made a dispatch of another kind than rank {rank}: hidden size, dtype, scales and whether "
-            "there are weights have to be the same on all ranks"
+            f"rank {peer} made a dispatch of another kind than rank {rank}: hidden size, dtype, scales and "
+            "whether there are weights have to be the same on all ranks"
         )
     if found["what"] == _TOO_FEW_ROWS:
         return ArgumentError(
-            f"rank {rank} combined an input of {seen} rows (or weights of so many), and its dispatch had received "
-            f"{wanted}: all rows are needed, in dispatch's order"
+            f"rank {rank} combined an input of {seen} rows (or weights of so many), and its dispatch had "
+            f"received {wanted}: all rows are needed, in dispatch's order"
         )
     what = _WAITS.get(found["what"], f"flag {found['what']:#x}")
     return PeerTimeout(
-        f"rank {rank} waited more than {timeout_s:g} s for rank {peer}: {what}, number {found['index']}; seen "
-        f"{seen}, wanted {wanted}. The rank is late, stuck or dead; MORI_TIMEOUT_S is the limit",
+        f"rank {rank} waited more than {timeout_s:g} s for rank {peer}: {what}, number "
+        f"{found['index']}; seen {seen}, wanted {wanted}. The rank is late, stuck or dead; MORI_TIMEOUT_S is the limit",
         rank=rank,
         peers=[peer],
         seen=seen,

@@ -1,7 +1,7 @@
 """Prepared launches: all that a call of one shape needs but its pointers, its tokens and its stream.
 
-The kernels' arguments live in ctypes structs that are made once; a call patches a few words of them and makes one
-call into the driver. A captured graph keeps its own copy of the arguments.
+The kernels' arguments live in ctypes structs that are made once; a call patches a few words of them and
+makes one call into the driver. A captured graph keeps its own copy of the arguments.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class DispatchLaunch:
         p = DispatchParams(
             c=place.common(layout.dispatch_state, ctypes.sizeof(DispatchParams)),
             shape=self._row_shape,
+            mask_packets=-(-self._most_packets // 96),  # 32 tokens a word, three words a packet
             room=place.config.recv_per_source,
             experts_a_rank=experts,
             experts_inverse=-(-(1 << 32) // experts) & 0xFFFFFFFF,
@@ -311,8 +312,8 @@ def _threads(planned: int, geometry: Geometry, most: int) -> int:
 def _check_units(name: str, hidden: int, row_bytes: int) -> None:
     if row_bytes % 16:
         raise UnsupportedShape(
-            f"{name} has rows of {hidden} elements, {row_bytes} bytes: the cuda target moves 16 bytes at a time, so "
-            "a row has to be a multiple of that"
+            f"{name} has rows of {hidden} elements, {row_bytes} bytes: the cuda target moves 16 bytes "
+            "at a time, so a row has to be a multiple of that"
         )
 
 
@@ -324,15 +325,15 @@ def _check_wire(quant_type: str, hidden: int, block: int) -> None:
         )
     if quant_type == "fp8_blockwise" and (block not in (16, 32, 64, 128, 256, 512) or hidden % block):
         raise UnsupportedShape(
-            f"fp8_blockwise with rows of {hidden} elements in blocks of {block}: whole blocks of 16, 32, 64, 128, 256 "
-            "or 512 values on the cuda target (MORI_FP8_COMBINE_SCALE_DIM)"
+            f"fp8_blockwise with rows of {hidden} elements in blocks of {block}: whole blocks of 16, "
+            "32, 64, 128, 256 or 512 values on the cuda target (MORI_FP8_COMBINE_SCALE_DIM)"
         )
 
 
 def _misaligned(name: str, address: int) -> LayoutError:
     return LayoutError(
-        f"{name} begins at {address:#x}: the cuda target moves 16 bytes at a time, so a tensor's first row has to "
-        "begin at a multiple of 16 (copy it, or slice at another row)"
+        f"{name} begins at {address:#x}: the cuda target moves 16 bytes at a time, so a tensor's "
+        "first row has to begin at a multiple of 16 (copy it, or slice at another row)"
     )
 
 

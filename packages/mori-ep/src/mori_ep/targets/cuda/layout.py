@@ -1,4 +1,5 @@
-"""Where the cuda target's buffers and flags lie in the window, in bytes. Pure integers; the same on every rank.
+"""Where the cuda target's buffers and flags lie in the window, in bytes. Pure integers; the same on every
+rank.
 
     headers         [2][source] packets: what the source brings to this dispatch (routing.cuh)
     dispatch_slots  [2][source] packets: rows of sources with few tokens
@@ -7,12 +8,13 @@
     entered, ready, finished      u32 [source], of combine (combine.cu)
     dispatch_state, combine_state my own words: epoch, tickets, barrier (protocol.cuh)
     block_counts    my own scratch;  meta  numbers of the last dispatch;  table  [max tokens][k] its places
-    recv_count, out, out_scales, out_weights, out_indices, out_positions   what dispatch returns, at fixed addresses
-    y, y_wire, y_scales, y_weights  what peers read in combine: y, the registered input buffer, or its quantised rows
+    recv_count, out*        what dispatch returns, at fixed addresses
+    y, y_weights            what peers read in combine; y is the registered input buffer
+    y_wire, y_scales        what they read instead with a quantised transport
     result, result_weights  what combine returns
 
-Everything that a peer writes exists twice by parity of the call, or is written only after this rank has said that
-it has begun the call (dispatch.cu), so results need not move. Offsets follow from capacities alone.
+Everything that a peer writes exists twice by parity of the call, or is written only after this rank has said
+that it has begun the call (dispatch.cu), so results need not move. Offsets follow from capacities alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What this target can do, and the numbers that it was tuned to. How they were measured: docs/h200-ep.md.
 
-Which kernel carries a call is decided here from the call's own tokens, on each rank for itself: headers tell the
-others (dispatch.cu, combine.cu). All give the same rows, order and maps.
+Which kernel carries a call is decided here from the call's own tokens, on each rank for itself: headers tell
+the others (dispatch.cu, combine.cu). All give the same rows, order and maps.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.plan import Plan, Way
 from mori_ep.targets.cuda.params import MAX_RANKS, PACKET_TOKENS
 
-# Bytes of rows that a rank may send to all its peers as packets: beyond, their tags (a third more bytes) cost more
-# than knowing all counts first. 2x H200, Nov 2026: packets win up to 300 tokens fp8, 170 bf16 (hidden 7168).
+# Bytes of rows that a rank may send to all its peers as packets: beyond, their tags (a third more bytes)
+# cost more than knowing all counts first. 2x H200, Nov 2026: packets win up to 300 tokens fp8, 170 bf16
+# (hidden 7168).
 DISPATCH_PACKET_BYTES = 2_500_000
-# Bytes of rows that come home to a rank as packets: beyond, reading them where they are is faster. That needs no copy
-# when they are in the registered buffer already, so it pays earlier.
+# Bytes of rows that come home to a rank as packets: beyond, reading them where they are is faster. That
+# needs no copy when they are in the registered buffer already, so it pays earlier.
 COMBINE_PACKET_BYTES = {True: 2_500_000, False: 1_000_000}  # by use_external_inp_buf
 WARP_A_TOKEN = 2048  # tokens of a pull from which on a warp a token beats 128 threads
 MOST_EXPERTS_A_RANK = 16384  # up to here the rank of an expert is exact by one multiplication
@@ -42,8 +43,8 @@ def why_not(config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: tor
     for name, dtype in (("dispatch", dispatch), ("combine", combine)):
         if config.hidden_dim * dtype.itemsize % 16:
             return (
-                f"{name} rows of {config.hidden_dim} x {dtype.itemsize} bytes: multiples of 16 bytes on the cuda "
-                "target, which is what its threads move"
+                f"{name} rows of {config.hidden_dim} x {dtype.itemsize} bytes: multiples of 16 bytes "
+                "on the cuda target, which is what its threads move"
             )
     return None
 

@@ -41,6 +41,7 @@ struct DispatchParams {
   RowShape shape;
   RowArrays input;                        // my tokens
   const int* replay;                      // a destination table to follow, or null: the ids decide
+  int mask_packets;                       // in every header, whether used or not: enough for all that sends packets
   int room;                               // rows that one rank may send to one other
   unsigned experts_a_rank, experts_inverse;  // 2^32 / experts_a_rank, rounded up
   unsigned flags;                         // what my header says of me: ROWS_AS_PACKETS | COMBINE_BY_PACKETS

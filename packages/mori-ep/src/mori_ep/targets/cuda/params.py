@@ -1,5 +1,5 @@
-"""`params.cuh` in ctypes: the same fields in the same order. The kernels' own sizes are compared when they are
-loaded."""
+"""`params.cuh` in ctypes: the same fields in the same order. The kernels' own sizes are compared when they
+are loaded."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class DispatchParams(ctypes.Structure):
         ("shape", RowShape),
         ("input", RowArrays),
         ("replay", c_void_p),
+        ("mask_packets", c_int),
         ("room", c_int),
         ("experts_a_rank", c_uint),
         ("experts_inverse", c_uint),
@@ -95,8 +96,8 @@ def lanes_of(num_units: int) -> int:
 
 
 def row_shape(payload_bytes: int, scale_bytes: int, top_k: int, *, weights: bool) -> RowShape:
-    """Of a dispatched row. `aligned` says that the tail's parts are whole units; pointers are for the caller to
-    see to."""
+    """Of a dispatched row. `aligned` says that the tail's parts are whole units; pointers are for the caller
+    to see to."""
     scale_words, num_weights = -(-scale_bytes // 4), top_k if weights else 0
     words = scale_words + top_k + num_weights
     aligned = scale_bytes % 16 == 0 and top_k % 4 == 0

@@ -86,7 +86,7 @@ def checked_module(cubin: bytes, constant: str, nbytes: int) -> driver.Module:
     module = driver.Module(cubin)
     if module.constant(constant) != nbytes:
         raise RuntimeError(
-            f"{constant}: Python's struct has {nbytes} bytes, the kernel's {module.constant(constant)}; the two "
-            "must hold the same fields"
+            f"{constant}: Python's struct has {nbytes} bytes, the kernel's "
+            f"{module.constant(constant)}; the two must hold the same fields"
         )
     return module

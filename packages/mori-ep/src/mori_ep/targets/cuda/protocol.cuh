@@ -102,9 +102,8 @@ DEVICE void wait_reached(const Common& c, const unsigned* flag, unsigned wanted,
 DEVICE unsigned this_call(const Common& c) { return load_relaxed_sys(c.state + EPOCH) + 1; }
 
 // All threads of each block, once its block has read the epoch and left grid_meet: the last block advances the epoch.
-// (The last thread, whose warp has the least to do meanwhile, waits for the ticket.)
 DEVICE void leave_call(const Common& c, unsigned e) {
-  if (threadIdx.x != blockDim.x - 1) return;
+  if (threadIdx.x != 0) return;
   if (atomicInc(c.state + TICKET, gridDim.x - 1) != gridDim.x - 1) return;
   *(volatile unsigned*)(c.state + BARRIER) = 0;
   *(volatile unsigned*)(c.state + EPOCH) = e;

@@ -66,7 +66,7 @@ DEVICE void enter_places(const DispatchParams& p, size_t first, int count, Place
 
 // ---- headers ----
 // Words: tokens, flags, what `done` will reach, rows to each rank; then, from a packet of their own on, the masks: bit t
-// of the words for rank d says that token t has a row there.
+// of the words for rank d says that token t has a row there. A header has all its packets, also where there are no masks.
 #define HEADER_TOKENS 0
 #define HEADER_FLAGS 1
 #define HEADER_DONE 2
@@ -96,21 +96,15 @@ DEVICE void check_call(const DispatchParams& p, int source, unsigned flags) {
 // All threads of the block. Waits for every rank's header of this call.
 DEVICE void receive_headers(const DispatchParams& p, Headers& h, unsigned e) {
   const Common& c = p.c;
-  const int counts = count_packets(c), packets = counts + (mask_words(min(c.max_tokens, MASK_WORDS * 32)) + 2) / 3;
+  const int packets = count_packets(c) + p.mask_packets;
   for (int i = threadIdx.x; i < c.world * packets; i += blockDim.x) {
     const int source = i / packets, k = i % packets;
-    const char *header = header_at(p, c.rank, source, e), *q = header + 16 * k;
+    const char* q = header_at(p, c.rank, source, e) + 16 * k;
     Packet v = {0, 0, 0, 0};
     Patience patience;
-    while (is_alive(c, source)) {
-      const Packet head = load_packet(header);
-      v = k ? load_packet(q) : head;
-      if (v.tag == e) break;
-      if (head.tag == e && k >= counts) {  // masks that this source has no use for are not sent
-        const int used = head.y & ROWS_AS_PACKETS ? (mask_words(head.x) + 2) / 3 : 0;
-        if (k - counts >= used) break;
-      }
-      if (patience.is_over(c, source, WAIT_HEADER, 0, v.tag, e)) break;
+    while (is_alive(c, source)) {  // one look a packet and block: looks at one address are served one after the other
+      v = load_packet(q);
+      if (v.tag == e || patience.is_over(c, source, WAIT_HEADER, 0, v.tag, e)) break;
     }
     if (v.tag != e) v = {0, 0, 0, 0};
     else if (k == 0) check_call(p, source, v.y);

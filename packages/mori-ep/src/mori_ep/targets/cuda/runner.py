@@ -1,7 +1,7 @@
 """Calls of one op on this rank: a look at the fault record, a few words of arguments, one launch.
 
-A kernel is queued on the caller's stream and nothing is waited for: what a call returns is there in stream order.
-What went wrong in a kernel (a peer that is late, too many rows) is raised by the op's next call.
+A kernel is queued on the caller's stream and nothing is waited for: what a call returns is there in stream
+order. What went wrong in a kernel (a peer that is late, too many rows) is raised by the op's next call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _BLOCK_VALUES = 128  # that share a scale in fp8_blockwise, unless the setting s
 
 
 class Routing(EpDispatchRoutingHandle):
-    """A handle made here also keeps who wants packets; one that a caller puts together does not, and pulls."""
+    """A handle made here also keeps who wants packets; one that a caller puts together does not, and
+    pulls."""
 
     meta: torch.Tensor | None = None
 
@@ -109,8 +110,8 @@ class Runner:
         self._check()
         if torch._C._cuda_getDevice() != self._device:
             raise MoriError(
-                f"this op is on cuda:{self._device}, but cuda:{torch._C._cuda_getDevice()} is current: call it "
-                f"under torch.cuda.device({self._device})"
+                f"this op is on cuda:{self._device}, but cuda:{torch._C._cuda_getDevice()} is "
+                f"current: call it under torch.cuda.device({self._device})"
             )
         return int(self._raw_stream(self._device))
 
@@ -147,8 +148,8 @@ class Runner:
             call.weights,
             call.num_tokens,
             self._maps if routing is None else _maps_of(routing),
-            # The next dispatch tells that peers have read my rows; other uses than one combine a dispatch cannot
-            # count on it.
+            # The next dispatch tells that peers have read my rows; other uses than one combine a dispatch
+            # cannot count on it.
             guard=launch.shape.registered and self._since_combine != 1,
             geometry=call.geometry,
             phases=phases,
@@ -246,8 +247,8 @@ class Runner:
         return [not self._alive >> rank & 1 for rank in range(self._config.world_size)]
 
     def set_masked(self, rank: int, value: bool) -> None:
-        """From the next call on: nothing is sent to the rank or awaited from it. Waits that an earlier call gave
-        up are taken up again."""
+        """From the next call on: nothing is sent to the rank or awaited from it. Waits that an earlier call
+        gave up are taken up again."""
         self._alive = self._alive & ~(1 << rank) | (0 if value else 1 << rank)
         self._faults.forgive()
         for launch in self._launches:

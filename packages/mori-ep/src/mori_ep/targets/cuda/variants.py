@@ -1,4 +1,5 @@
-"""The compiled variants: one dispatch for all dtypes (it moves bytes), a combine for each dtype and transport.
+"""The compiled variants: one dispatch for all dtypes (it moves bytes), a combine for each dtype and
+transport.
 
     python -m mori_shmem.jit --cache-dir DIR mori_ep.targets.cuda.variants --report
 
