@@ -212,6 +212,32 @@ def test_P8_P22_slow_copies_are_waited_for_before_anything_reads_or_overwrites_t
     mori_shmem.run_ranks(rank, 3)
 
 
+@every_kind
+def test_P20_dispatches_back_to_back_do_not_run_into_each_other(kind: str) -> None:
+    """No combine in between keeps ranks in step: one may send its next rows while another still reads the last.
+    With copy queues, those of rank 0 are slow, so that its next rows would be packed over the last ones."""
+
+    def rank() -> None:
+        with mori_shmem.init() as comm, made(comm, kind, hidden_dim=2048) as op:
+            inputs = [[fixture(r + 2 * t, 64, TOPK, EXPERTS, 2048) for r in range(2)] for t in range(4)]
+            with faults(comm, delay_us=4000 if comm.rank == 0 else 0):
+                for turn in range(24 if kind == "AsyncLL" else 200):
+                    everyone = inputs[turn % 4]
+                    given = everyone[comm.rank]
+                    rows, *_, count = op.dispatch(given.x, given.weights, None, given.ids)
+                    got = rows[: int(count)].clone()
+                    positions = op.get_dispatch_src_token_pos().long()
+                    source, token = (
+                        positions // op.config.position_stride,
+                        positions % op.config.position_stride,
+                    )
+                    want = torch.stack([r.x for r in everyone])[source, token]
+                    assert torch.equal(got, want), turn
+            comm.barrier()
+
+    mori_shmem.run_ranks(rank, 2)
+
+
 def test_P22_a_flag_without_its_rows_would_be_seen_here() -> None:
     """The negative of the test above: signals arrive and copies do not, as with a fence that is too
     narrow."""
