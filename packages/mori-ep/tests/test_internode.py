@@ -116,10 +116,9 @@ def pair(op: EpDispatchCombineOp, given: list[reference.RankInput], *, weights: 
     ("engine", "nodes", "per_node", "kind"),
     [
         ("gloo", 2, 2, "InterNodeV1"),
-        ("gloo", 2, 2, "InterNodeV1LL"),
+        ("gloo", 2, 1, "InterNodeV1LL"),
         ("gloo", 3, 1, "InterNode"),
         ("gloo", 1, 2, "InterNodeV1"),  # no other node: nothing goes through the engine
-        pytest.param("nixl", 2, 2, "InterNodeV1", marks=NIXL),
         pytest.param("nixl", 2, 2, "InterNodeV1LL", marks=NIXL),
     ],
 )
@@ -169,29 +168,25 @@ def test_other_dtypes_and_hidden_sizes_on_one_op() -> None:
 
 
 def test_sums_are_rounded_once_per_node_and_once_at_the_end() -> None:
-    """4096 + 8 + 8 + ...: what the order and the places of rounding make of it is written down here."""
+    """bf16 has steps of 32 above 4096: 4096 + 16 is rounded to 4096 on node 0, and that + 8 once more.
+    Rounded once, the sum would be 4128."""
 
     def calls() -> None:
-        with join("gloo", 2) as comm:
-            with EpDispatchCombineOp(config_for(comm, num_experts=4, num_experts_per_token=4), comm) as op:
-                x = torch.full((1, HIDDEN), 1.0).bfloat16()
-                ids = torch.tensor([[3, 2, 0, 1]], dtype=torch.int32)  # node 1 first
-                values = [4096.0, 24.0, 12.0, 12.0]  # of the ranks 0..3; bf16 has steps of 32 there
-                rows, _, _, _, _ = op.dispatch(x, None, None, ids)
-                y = torch.full_like(rows, values[comm.rank])
-                out, _ = op.combine(y, None, ids)
-                node1 = torch.tensor(values[3] + values[2]).bfloat16().float()
-                node0 = torch.tensor(values[0] + values[1]).bfloat16().float()
-                assert float(node0) == 4128
-                assert float(out[0, 0]) == float((node1 + node0).bfloat16()) == 4160
+        with (
+            join("gloo", 2) as comm,
+            EpDispatchCombineOp(config_for(comm, num_experts=4, num_experts_per_token=4), comm) as op,
+        ):
+            ids = torch.tensor([[3, 2, 0, 1]], dtype=torch.int32)
+            rows, *_ = op.dispatch(torch.ones(1, HIDDEN).bfloat16(), None, None, ids)
+            out, _ = op.combine(torch.full_like(rows, [4096.0, 16.0, 4.0, 4.0][comm.rank]), None, ids)
+            assert (out[0] == 4096).all()
 
     run_ranks(calls, 4, timeout_s=60)
 
 
-@pytest.mark.parametrize("engine", BOTH)
-def test_many_pairs_back_to_back_with_ranks_that_drift(engine: str) -> None:
+def test_many_pairs_back_to_back_with_ranks_that_drift() -> None:
     def calls() -> None:
-        with join(engine, 2) as comm, EpDispatchCombineOp(config_for(comm), comm) as op:
+        with join("gloo", 2) as comm, EpDispatchCombineOp(config_for(comm), comm) as op:
             pause = random.Random(comm.rank)
             for call in range(40):
                 if pause.random() < 0.2:
@@ -359,10 +354,10 @@ def test_a_killed_rank_is_named_by_its_counterpart_and_all_end(engine: str) -> N
 @pytest.mark.parametrize("engine", BOTH)
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(engine: str) -> None:
     def calls() -> str:
-        comm = join(engine, 1, timeout_s=2)
+        comm = join(engine, 1, timeout_s=1.5)
         op = EpDispatchCombineOp(config_for(comm), comm)
         if comm.rank == 1:
-            time.sleep(4)
+            time.sleep(2.5)
             return ""
         given = brought(0, 0, 2)
         with pytest.raises(PeerTimeout) as caught:
@@ -388,6 +383,7 @@ def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     def calls() -> None:
         refused(lambda: internode.join(ranks_per_node=3), UnsupportedShape, "ranks_per_node=3", "2 ranks")
         refused(lambda: internode.join(ranks_per_node=1, engine="ucx"), SettingError, "ucx", "nixl, gloo")
+        refused(lambda: internode.join(ranks_per_node=1, backend="cuda"), TransportInert, "GPU memory")
         comm = join("gloo", 1)
         for more, words in (
             ({"kind": Kind.IntraNode}, "IntraNode reaches the ranks of one node"),

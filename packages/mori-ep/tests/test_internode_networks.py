@@ -157,9 +157,9 @@ def pair(op: EpDispatchCombineOp, call: int) -> None:
     ("engine", "network", "per_node"),
     [
         ("gloo", 2, 2),
-        ("gloo", 3, 2),
+        ("gloo", 3, 1),
         pytest.param("nixl", 2, 4, marks=NIXL),
-        pytest.param("nixl", 3, 2, marks=NIXL),
+        pytest.param("nixl", 3, 1, marks=NIXL),
     ],
     indirect=["network"],
 )

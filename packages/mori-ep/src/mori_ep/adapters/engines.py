@@ -65,7 +65,10 @@ def _communicator(config: EpDispatchCombineConfig) -> Any:
         from mori_ep import internode
 
         return internode.join(
-            group=_here(), ranks_per_node=config.gpu_per_node, name=f"mori-ep/engine/{next(_numbers)}"
+            group=_here(),
+            backend="auto",
+            ranks_per_node=config.gpu_per_node,
+            name=f"mori-ep/engine/{next(_numbers)}",
         )
     if _comm is None:
         _comm = mori_shmem.init(group=_here(), name=f"mori-ep/engine/{next(_numbers)}")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import mori_shmem
 from mori_shmem import variables
 from mori_shmem.bootstrap import Place, find_place, register
+from mori_shmem.comm import backend_of
 from mori_shmem.deadline import Deadline
 from mori_shmem.errors import (
     ArgumentError,
@@ -25,6 +26,7 @@ from mori_shmem.errors import (
     LayoutError,
     PeerError,
     PeerTimeout,
+    TransportInert,
     UnsupportedShape,
 )
 from mori_shmem.rendezvous import ranks_text
@@ -46,6 +48,7 @@ def join(
     world_size: int | None = None,
     store: Any = None,
     group: Any = None,
+    backend: str = "host",
     engine: str | None = None,
     interface: str | None = None,
     name: str = "",
@@ -54,9 +57,15 @@ def join(
     """Meet all ranks of all nodes. Collective. Who they are is said as to `mori_shmem.init`.
 
     ranks_per_node  L: ranks 0..L-1 are on node 0, and so on; equal everywhere
+    backend         where windows live: "host", so far
     engine          "nixl" or "gloo" (MORI_EP_INTERNODE_ENGINE)
     interface       network interface for gloo (MORI_SOCKET_IFNAME; nixl: UCX_NET_DEVICES)
     """
+    if backend_of(backend) != "host":
+        raise TransportInert(
+            f"backend={backend!r} across nodes: windows in GPU memory are not part of this version of "
+            "mori-ep; host windows are (backend='host'; for ops that choose themselves: MORI_SHMEM_BACKEND=host)"
+        )
     values = variables.TABLE.read({variables.TIMEOUT_S: timeout_s})
     chosen = TABLE.read({INTERNODE_ENGINE: engine})[INTERNODE_ENGINE]
     place = find_place(rank, world_size, store, group, name, values[variables.TIMEOUT_S])
