@@ -214,8 +214,9 @@ def test_P8_P22_slow_copies_are_waited_for_before_anything_reads_or_overwrites_t
 
 @every_kind
 def test_P20_dispatches_back_to_back_do_not_run_into_each_other(kind: str) -> None:
-    """No combine in between keeps ranks in step: one may send its next rows while another still reads the last.
-    With copy queues, those of rank 0 are slow, so that its next rows would be packed over the last ones."""
+    """No combine in between keeps ranks in step: one may send its next rows while another still reads the
+    last. With copy queues, those of rank 0 are slow, so that its next rows would be packed over the last
+    ones."""
 
     def rank() -> None:
         with mori_shmem.init() as comm, made(comm, kind, hidden_dim=2048) as op:
@@ -227,10 +228,8 @@ def test_P20_dispatches_back_to_back_do_not_run_into_each_other(kind: str) -> No
                     rows, *_, count = op.dispatch(given.x, given.weights, None, given.ids)
                     got = rows[: int(count)].clone()
                     positions = op.get_dispatch_src_token_pos().long()
-                    source, token = (
-                        positions // op.config.position_stride,
-                        positions % op.config.position_stride,
-                    )
+                    stride = op.config.position_stride
+                    source, token = positions // stride, positions % stride
                     want = torch.stack([r.x for r in everyone])[source, token]
                     assert torch.equal(got, want), turn
             comm.barrier()
