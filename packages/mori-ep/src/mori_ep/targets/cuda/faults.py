@@ -91,7 +91,8 @@ def error_of(found: dict[str, int], timeout_s: float) -> MoriError:
     what = _WAITS.get(found["what"], f"flag {found['what']:#x}")
     return PeerTimeout(
         f"rank {rank} waited more than {timeout_s:g} s for rank {peer}: {what}, number "
-        f"{found['index']}; seen {seen}, wanted {wanted}. The rank is late, stuck or dead; MORI_TIMEOUT_S is the limit",
+        f"{found['index']}; seen {seen}, wanted {wanted}. The rank is late, stuck or dead; "
+        "MORI_TIMEOUT_S is the limit",
         rank=rank,
         peers=[peer],
         seen=seen,
