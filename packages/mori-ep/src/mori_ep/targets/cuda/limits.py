@@ -12,15 +12,16 @@ from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.plan import Plan, Way
 from mori_ep.targets.cuda.params import MAX_RANKS, PACKET_TOKENS
 
-# Bytes of rows that a rank may send to all its peers as packets: beyond, their tags (a third more bytes) cost
-# more than knowing all counts first. 2x H200, Nov 2026, packets against rows in us: fp8 9.0 / 12.6 at 128 tokens,
-# 12.6 / 15.5 at 256; bf16 12.2 / 15.1 at 128. Where they meet was not reached; more than one peer is a guess.
+# Bytes of rows that a rank may send to all its peers as packets: beyond, their tags (a third more bytes)
+# cost more than knowing all counts first. 2x H200, Nov 2026, packets / rows in us: fp8 9.0 / 12.6 at 128
+# tokens, 12.6 / 15.5 at 256; bf16 12.2 / 15.1 at 128. Where they meet was not reached; more than one peer is
+# a guess.
 DISPATCH_PACKET_BYTES = 2_500_000
-# Bytes of rows that come home to a rank as packets: beyond, reading them where they are is faster. That needs no
-# copy when they are in the registered buffer already. The same run: 6.8 / 7.5 at 16 tokens, 8.2 / 8.1 at 32, 10.1 /
-# 9.1 at 64 (registered); 9.9 / 12.2 at 64, 13.5 / 14.8 at 128 (other rows).
+# Bytes of rows that come home to a rank as packets: beyond, reading them where they are is faster. That needs
+# no copy when they are in the registered buffer already. The same run, packets / pull: 6.8 / 7.5 at 16
+# tokens, 8.2 / 8.1 at 32, 10.1 / 9.1 at 64 (registered); 9.9 / 12.2 at 64, 13.5 / 14.8 at 128 (other rows).
 COMBINE_PACKET_BYTES = {True: 2_500_000, False: 450_000}  # by use_external_inp_buf
-WARP_A_TOKEN = 2048  # tokens of a pull from which on a warp a token beats 128 threads (an earlier study)
+WARP_A_TOKEN = 2048  # tokens from which on a warp a token beats 128 threads in a pull (an earlier study)
 MOST_EXPERTS_A_RANK = 16384  # up to here the rank of an expert is exact by one multiplication
 
 
