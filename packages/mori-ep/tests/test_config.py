@@ -49,14 +49,12 @@ def test_engines_find_the_fields_that_they_fill_in() -> None:
     assert made.quant_type == "none"
     values = {kind.name: kind.value for kind in EpDispatchCombineKernelType}
     assert values == {
-        **{
-            "IntraNode": 0,
-            "InterNode": 1,
-            "InterNodeV1": 2,
-            "InterNodeV1LL": 3,
-            "AsyncLL": 4,
-            "IntraNodeLL": 5,
-        }
+        "IntraNode": 0,
+        "InterNode": 1,
+        "InterNodeV1": 2,
+        "InterNodeV1LL": 3,
+        "AsyncLL": 4,
+        "IntraNodeLL": 5,
     }
 
 
@@ -84,7 +82,7 @@ def test_EP_5_what_no_target_can_do_is_refused_with_the_value(changes: dict[str,
 def test_EP_8_experts_that_cannot_be_shared_out_are_refused_with_both_numbers() -> None:
     comm = SimpleNamespace(rank=0, world_size=5)
     sizes = {"data_type": torch.bfloat16, "hidden_dim": 8, "max_num_inp_token_per_rank": 1}
-    with pytest.raises(UnsupportedShape, match="num_experts=61 .* 5 ranks"):
+    with pytest.raises(UnsupportedShape, match=r"num_experts=61 .* 5 ranks"):
         EpDispatchCombineConfig.for_comm(comm, num_experts=61, num_experts_per_token=1, **sizes)
 
 

@@ -1,5 +1,5 @@
-"""Dispatch and combine against the reference, byte for byte: every way, world sizes, ragged and empty ranks, ids
-that nobody has, ids twice. One start of ranks serves many cases."""
+"""Dispatch and combine against the reference, byte for byte: every way, world sizes, ragged and empty ranks,
+ids that nobody has, ids twice. One start of ranks serves many cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ EXPERTS_PER_RANK = 3
 
 
 def inputs_of(world_size: int, seed: int, tokens: list[int], hidden: int, topk: int) -> list[RankInput]:
-    """Every rank can make every rank's inputs. Ids: mostly right, some -1, some beyond all experts, some twice."""
+    """Every rank can make every rank's inputs. Ids: mostly right, some -1, some beyond all experts, some
+    twice."""
     made = []
     for rank in range(world_size):
         g = torch.Generator().manual_seed(1000 * seed + rank)
@@ -208,7 +209,7 @@ def test_too_many_rows_for_max_total_recv_tokens_raise_everywhere_and_the_op_goe
                     n = rows if comm.rank == 1 else 1
                     x, ids = torch.ones(n, 16).bfloat16(), torch.zeros(n, 1, dtype=torch.int32)
                     if not fits:
-                        with pytest.raises(ValueError, match="rank 1 sends 9 rows to rank 0.*room for 8"):
+                        with pytest.raises(ValueError, match=r"rank 1 sends 9 rows to rank 0.*room for 8"):
                             op.dispatch(x, None, None, ids)
                         with pytest.raises(ValueError, match="combine without a dispatch"):
                             op.combine(x, None, ids)

@@ -184,10 +184,18 @@ def test_EP_5_calls_that_cannot_be_right_are_refused_with_the_values() -> None:
                 op.combine(rows.clone(), None, given.ids, use_external_inp_buf=0)
             check(op, given)
         wrong = EpDispatchCombineConfig(
-            torch.bfloat16, rank=comm.rank, world_size=3, hidden_dim=8, scale_dim=0, scale_type_size=0,
-            max_token_type_size=2, max_num_inp_token_per_rank=1, num_experts_per_rank=1, num_experts_per_token=1,
-        )  # fmt: skip
-        with pytest.raises(ArgumentError, match="world_size=3.* of 2"):
+            data_type=torch.bfloat16,
+            rank=comm.rank,
+            world_size=3,
+            hidden_dim=8,
+            scale_dim=0,
+            scale_type_size=0,
+            max_token_type_size=2,
+            max_num_inp_token_per_rank=1,
+            num_experts_per_rank=1,
+            num_experts_per_token=1,
+        )
+        with pytest.raises(ArgumentError, match=r"world_size=3.* of 2"):
             EpDispatchCombineOp(wrong, comm)
 
     on_ranks(2, body)
@@ -288,13 +296,12 @@ def test_P25_configurations_that_differ_name_the_field_and_the_ranks() -> None:
             if field == "kernel_type":
                 sizes = {field: EpDispatchCombineKernelType(values[comm.rank])}
             given = {
-                **{
-                    "data_type": torch.bfloat16,
-                    "hidden_dim": 8,
-                    "num_experts": 4,
-                    "num_experts_per_token": 2,
-                },
-                **{"max_num_inp_token_per_rank": 4, **sizes},
+                "data_type": torch.bfloat16,
+                "hidden_dim": 8,
+                "num_experts": 4,
+                "num_experts_per_token": 2,
+                "max_num_inp_token_per_rank": 4,
+                **sizes,
             }
             config = EpDispatchCombineConfig.for_comm(comm, **given)
             with pytest.raises(ArgumentError, match=f"{field} is .* on rank 0, .* on rank 1"):

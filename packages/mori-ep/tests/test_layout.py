@@ -1,4 +1,5 @@
-"""The window: regions apart from each other, sized for the worst case, and nothing that follows from a call."""
+"""The window: regions apart from each other, sized for the worst case, and nothing that follows from a
+call."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ KINDS = ("IntraNode", "IntraNodeLL", "AsyncLL")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 3, 8, 12])
 def test_P8_P19_regions_lie_apart_and_hold_the_worst_case(kind: str, world_size: int) -> None:
-    """Everybody sends all of its tokens to one rank; what dispatch sends from is not what combine sends from."""
+    """Everybody sends all of its tokens to one rank; what dispatch sends from is not what combine sends
+    from."""
     made = config(kind, world_size=world_size)
     layout = layout_for(made, plan_for(made))
     regions = list(layout.regions().values())

@@ -1,9 +1,9 @@
 """The exact fixture RT: rows that name their origin, and experts whose answer is known.
 
 Token t of rank r goes to experts (3t + 5j + 7r) mod E, j = 0..k-1, with weight 1 + (t + j) mod 2. Its row is
-((t + 2h + 3r) mod 9) - 4, columns 0..5 replaced by r mod 16 and the base-16 digits of t, lowest first. Experts are
-the identity times the weight, so that combine must give S(t) * x, S(t) being the sum of the token's weights. All
-of these numbers, and all sums on the way, are whole and at most 225: exact in bf16.
+((t + 2h + 3r) mod 9) - 4, columns 0..5 replaced by r mod 16 and the base-16 digits of t, lowest first.
+Experts are the identity times the weight, so that combine must give S(t) * x, S(t) being the sum of the
+token's weights. All of these numbers, and all sums on the way, are whole and at most 225: exact in bf16.
 """
 
 from __future__ import annotations

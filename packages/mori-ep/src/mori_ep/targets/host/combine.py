@@ -162,7 +162,8 @@ class Combiner:
     # ---- second half ----
 
     def _compare(self, launch: CombineLaunch, routes: Routes) -> None:
-        """Hidden size and dtype must be the same everywhere; who wants weights must get them with its rows."""
+        """Hidden size and dtype must be the same everywhere; who wants weights must get them with its
+        rows."""
         for peer, call, sign in self._flags.read("staged"):
             if call != self.calls:
                 continue  # the peer is a call ahead: it has finished with this one
