@@ -201,16 +201,17 @@ inline unsigned bf16_bits(float f) {
   return (v + 0x7fff + (v >> 16 & 1)) >> 16;
 }
 inline unsigned two_bf16(float low, float high) { return bf16_bits(high) << 16 | bf16_bits(low); }
-inline unsigned half_bits(float f) {
-  const _Float16 h = (_Float16)f;
-  uint16_t v;
-  memcpy(&v, &h, 2);
-  return v;
+inline unsigned half_bits(float f) {  // nearest, ties to even
+  const unsigned v = __float_as_uint(f), sign = v >> 16 & 0x8000, m = v & 0x7fffffff;
+  if (m > 0x7f800000) return 0x7fff;
+  if (m >= 0x477ff000) return sign | 0x7c00;  // 65520 and more
+  if (m < 0x38800000) return sign | (unsigned)nearbyintf(__uint_as_float(m) * 16777216.0f);  // below 2^-14: units of 2^-24
+  return sign | ((m + 0xfff + (m >> 13 & 1)) >> 13) - (112 << 10);
 }
 inline unsigned two_halves(float low, float high) { return half_bits(high) << 16 | half_bits(low); }
 inline float half_value(unsigned bits) {
-  const uint16_t v = (uint16_t)bits;
-  _Float16 h;
-  memcpy(&h, &v, 2);
-  return (float)h;
+  const unsigned sign = (bits & 0x8000) << 16, m = bits & 0x7fff;
+  if (m >= 0x7c00) return __uint_as_float(sign | 0x7f800000 | (m & 0x3ff) << 13);
+  if (m < 0x400) return (sign ? -1.0f : 1.0f) * (float)m / 16777216.0f;
+  return __uint_as_float(sign | ((m << 13) + (112 << 23)));
 }
