@@ -34,6 +34,7 @@ from mori_shmem.errors import (
 )
 from mori_shmem.launch import run_ranks, run_ranks_to_the_end
 
+os.environ.setdefault("MORI_SHMEM_BACKEND", "host")
 EXPERTS_PER_RANK, TOPK, HIDDEN, MAX_TOKENS = 4, 6, 128, 150
 NIXL = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13")),
@@ -196,6 +197,44 @@ def test_many_pairs_back_to_back_with_ranks_that_drift() -> None:
     run_ranks(calls, 4, timeout_s=120)
 
 
+def test_a_node_that_is_slow_keeps_what_came_while_others_go_on() -> None:
+    """Node 0 is a call ahead whenever it can be: what it puts must not touch what node 1 has yet to read."""
+
+    def slowly(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object) -> object:
+            time.sleep(0.04)
+            return call(*arguments)
+
+        return wrapped
+
+    def calls() -> None:
+        with join("gloo", 1) as comm, EpDispatchCombineOp(config_for(comm), comm) as op:
+            me = comm.rank
+            if me == 1:
+                op._runner._combiner._add_up = slowly(op._runner._combiner._add_up)
+            calls_ = [
+                [replace(brought(r, call, 2, 60 + 7 * call), scales=None) for r in range(2)]
+                for call in range(8)
+            ]
+            wanted = [reference.dispatch(given, EXPERTS_PER_RANK) for given in calls_]
+            for call, (given, want) in enumerate(zip(calls_, wanted, strict=True)):
+                mine = given[me]
+                results = op.dispatch_send(mine.x, mine.weights, None, mine.ids)
+                if me == 1:
+                    time.sleep(0.04)  # all of node 0's rows are here, and nothing of them is read
+                op.dispatch_recv()
+                check_received(op, results, want[me])
+                if call % 3 == 0:
+                    rows = results[0].clone()
+                    for factor in (1, 2, 3):
+                        out, _ = op.combine(rows * factor, None, mine.ids)
+                        y = [received.rows * factor for received in want]
+                        sums = reference.combine(given, want, y, EXPERTS_PER_RANK)
+                        assert torch.equal(out[: len(mine.ids)], sums[me])
+
+    run_ranks(calls, 2, timeout_s=60)
+
+
 # ---- handles, halves, layouts ----
 
 
@@ -323,32 +362,53 @@ def test_an_engine_brings_bytes_before_their_word(engine: str) -> None:
     run_ranks(calls, 2, timeout_s=60)
 
 
-@pytest.mark.parametrize("engine", BOTH)
-def test_a_killed_rank_is_named_by_its_counterpart_and_all_end(engine: str) -> None:
+@pytest.mark.parametrize(("engine", "per_node"), [("gloo", 2), pytest.param("nixl", 1, marks=NIXL)])
+def test_a_killed_rank_is_named_by_its_counterpart_and_all_end(engine: str, per_node: int) -> None:
+    world = 2 * per_node
+
     def calls() -> tuple[float, str]:
-        comm = join(engine, 2, timeout_s=20)
+        comm = join(engine, per_node, timeout_s=20)
         op = EpDispatchCombineOp(config_for(comm), comm)
-        pair(op, [replace(brought(r, 0, 4), scales=None) for r in range(4)])
+        pair(op, [replace(brought(r, 0, world), scales=None) for r in range(world)])
         comm.barrier()
-        if comm.rank == 3:
+        if comm.rank == world - 1:
+            time.sleep(0.3)  # the others wait by now, and have nothing left to send
             os.kill(os.getpid(), signal.SIGKILL)
         began_s = time.monotonic()
         try:
             for call in range(1, 100):
-                pair(op, [replace(brought(r, call, 4), scales=None) for r in range(4)])
+                pair(op, [replace(brought(r, call, world), scales=None) for r in range(world)])
         except PeerError as error:
             op.close()
             comm.close()
             return time.monotonic() - began_s, f"{type(error).__name__}: {error}"
         return -1.0, ""
 
-    outcomes = run_ranks_to_the_end(calls, 4, timeout_s=90)
-    told = [outcome.value for outcome in outcomes[:3]]
-    assert outcomes[3].error is not None
+    outcomes = run_ranks_to_the_end(calls, world, timeout_s=90)
+    told = [outcome.value for outcome in outcomes[:-1]]
+    assert outcomes[-1].error is not None
     for took_s, text in told:
         assert text.startswith(PeerDied.__name__), text
         assert took_s < 10
-    assert "rank 3 on node 1" in told[1][1]
+    assert f"rank {world - 1} on node 1" in told[per_node - 1][1]
+
+
+@pytest.mark.parametrize("engine", BOTH)
+def test_a_rank_that_dies_while_nothing_is_under_way_is_noticed(engine: str) -> None:
+    def calls() -> str:
+        comm = join(engine, 1, timeout_s=20)
+        window = comm.alloc(256)
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began_s = time.monotonic()
+        with pytest.raises(PeerDied, match="rank 1 on node 1"):
+            Waits(comm, window.here, window.engine).for_word(1, 8, 1, "something")
+        assert time.monotonic() - began_s < 8
+        return "noticed"
+
+    assert run_ranks_to_the_end(calls, 2, timeout_s=60)[0].value == "noticed"
 
 
 @pytest.mark.parametrize("engine", BOTH)

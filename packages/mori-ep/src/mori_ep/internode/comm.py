@@ -64,7 +64,8 @@ def join(
     if backend_of(backend) != "host":
         raise TransportInert(
             f"backend={backend!r} across nodes: windows in GPU memory are not part of this version of "
-            "mori-ep; host windows are (backend='host'; for ops that choose themselves: MORI_SHMEM_BACKEND=host)"
+            "mori-ep; host windows are: backend='host', or MORI_SHMEM_BACKEND=host for ops that choose by "
+            "themselves"
         )
     values = variables.TABLE.read({variables.TIMEOUT_S: timeout_s})
     chosen = TABLE.read({INTERNODE_ENGINE: engine})[INTERNODE_ENGINE]
