@@ -271,7 +271,7 @@ def config_of(mori: object, rank: int, kind: object, dtype: torch.dtype, scale_d
         "max_total_recv_tokens": 0,
         "use_external_inp_buf": True,
         "kernel_type": kind,
-        "gpu_per_node": WORLD,
+        "gpu_per_node": 1 if kind.across_nodes else WORLD,
         "rdma_block_num": 0,
         "num_qp_per_pe": 2,
         "quant_type": "none",
@@ -289,6 +289,7 @@ def config_of(mori: object, rank: int, kind: object, dtype: torch.dtype, scale_d
         ("sglang normal, copy engines", sglang, "AsyncLL"),
         ("sglang low latency", sglang, "AsyncLL"),
         ("vllm", vllm, "IntraNode"),
+        ("vllm", vllm, "InterNodeV1LL"),  # as with two nodes of one rank
     ],
 )
 def test_recorded_calls_on_the_op(sequence: str, engine: ModuleType, kind: str, fp8: bool):
@@ -298,6 +299,7 @@ def test_recorded_calls_on_the_op(sequence: str, engine: ModuleType, kind: str, 
         import importlib
 
         mori = importlib.import_module(name)
+        os.environ["MORI_EP_INTERNODE_ENGINE"] = "gloo"
         rank, group = engine_group()
         torch._C._distributed_c10d._register_process_group("mori", group)
         mori.shmem.shmem_torch_process_group_init("mori")

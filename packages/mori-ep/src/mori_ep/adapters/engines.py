@@ -80,9 +80,14 @@ class EngineOp(EpDispatchCombineOp):
 
     def __init__(self, config: EpDispatchCombineConfig) -> None:
         comm = None if _group is None else _communicator(config)
-        super().__init__(config, comm)
-        if config.kernel_type.across_nodes and comm is not None:
-            self._owned = comm
+        own = comm if config.kernel_type.across_nodes else None
+        try:
+            super().__init__(config, comm)
+        except BaseException:
+            if own is not None:
+                own.close()
+            raise
+        self._owned = self._owned or own
 
     def dispatch_send(
         self,

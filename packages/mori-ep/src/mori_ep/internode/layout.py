@@ -2,11 +2,12 @@
 
 Others are numbered without one's own node: "other o" is node o, or o + 1 from one's own on.
 
-    words         64-bit, one writer each, only growing; the call in the high half, as in flags
+    words         64-bit, one writer each, only growing: the number of the call
       header_in     [other]          its counterpart's header of this dispatch is here
       rows_in       [other][chunk]   a chunk of its rows is here
       partials_in   [other][chunk]   a chunk of what its node made of my tokens is here
-      combined_in   [other]          it has sent all of this combine; low half: what its partials are
+      combined_in   [other]          it has sent all of this combine. As in flags: the call in the high half, in
+                                     the low half what its partials are
     header_out    [other]            int64: header as in a node, then 1 if compact, then rows of each chunk
     headers_from  [2][other]         the same as received, by parity of the call
     rows_out      [other][chunk]     rows packed field by field (FIELDS), before they go
