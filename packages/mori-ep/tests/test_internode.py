@@ -458,6 +458,16 @@ def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
             given = [brought(r, 0, 2, 5) for r in range(2)]
             mine = replace(given[comm.rank], x=given[comm.rank].x[:, : HIDDEN - 8 * comm.rank].contiguous())
             refused(lambda: op.dispatch(mine.x, None, None, mine.ids), CollectiveMismatch, "hidden bytes")
+        with EpDispatchCombineOp(config_for(comm, max_total_recv_tokens=80), comm) as op:
+            for tokens in (3, 70, 30):  # EP-5: too many are refused on every rank, and the op goes on
+                given = [replace(brought(r, 1, 2, tokens), scales=None) for r in range(2)]
+                if tokens == 70:
+                    mine = given[comm.rank]
+                    refused(
+                        lambda m=mine: op.dispatch(m.x, None, None, m.ids), UnsupportedShape, "room for 40"
+                    )
+                else:
+                    pair(op, given)
         comm.close()
         comm.close()
         refused(comm.barrier, ClosedError, "closed")

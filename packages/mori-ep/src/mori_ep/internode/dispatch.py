@@ -15,7 +15,7 @@ from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_ep.internode.comm import NodesCommunicator, NodesWindow
 from mori_ep.internode.engine import Waits
 from mori_ep.internode.flags import NodeFlags
-from mori_ep.internode.layout import CHUNK_TOKENS, HEADER, InterLayout, field_starts, num_chunks
+from mori_ep.internode.layout import CHUNK_TOKENS, InterLayout, field_starts, num_chunks
 from mori_ep.internode.routes import (
     InterNodeRoutingHandle,
     InterRoutes,
@@ -23,6 +23,7 @@ from mori_ep.internode.routes import (
     node_null,
     slot_map,
 )
+from mori_ep.layout import HEADER
 from mori_ep.problem import RowFormat
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.targets import DispatchCall, DispatchShape
@@ -214,7 +215,11 @@ class InterDispatcher:
             return
         (launch, call), self._due = self._due, None
         replaying = call.replay is not None
-        headers = self._await_headers(replaying)
+        try:
+            headers = self._await_headers(replaying)
+        except ArgumentError:  # too many rows, told to all ranks: the op goes on
+            self._engine.quiet(Deadline(self._comm.timeout_s))
+            raise
         counts = [header[len(HEADER) :] for header in headers]
         config, routes = self._config, self.routes
         starts = [region.offset_bytes for region in self._layout.here.out_fields]

@@ -6,8 +6,8 @@ Others are numbered without one's own node: "other o" is node o, or o + 1 from o
       header_in     [other]          its counterpart's header of this dispatch is here
       rows_in       [other][chunk]   a chunk of its rows is here
       partials_in   [other][chunk]   a chunk of what its node made of my tokens is here
-      combined_in   [other]          it has sent all of this combine. As in flags: the call in the high half, in
-                                     the low half what its partials are
+      combined_in   [other]          it has sent all of this combine. As in flags: the call in the high half,
+                                     in the low half what its partials are
     header_out    [other]            int64: header as in a node, then 1 if compact, then rows of each chunk
     headers_from  [2][other]         the same as received, by parity of the call
     rows_out      [other][chunk]     rows packed field by field (FIELDS), before they go
@@ -26,19 +26,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mori_ep.config import EpDispatchCombineConfig
-from mori_ep.layout import FLAG_BYTES, HEADER, Layout, Region, aligned
+from mori_ep.layout import FLAG_BYTES, Layout, Region, aligned
 from mori_ep.layout import layout_for as node_layout
 from mori_ep.plan import Plan
 from mori_ep.problem import WEIGHT_BYTES, RowFormat
 
 CHUNK_TOKENS = 64
-FIELDS = (
-    3,
-    4,
-    2,
-    1,
-    0,
-)  # of RowFormat: ids, position, weights, scales, payload; what is read in place comes first
+# Of RowFormat: ids, position, weights, scales, payload. What is read in place comes first.
+FIELDS = (3, 4, 2, 1, 0)
 
 
 @dataclass(frozen=True)
@@ -144,6 +139,3 @@ def field_starts(chunk: int, row: RowFormat, rows: int, first: int = 0) -> list[
         starts[field] = at - first * sizes[field]
         at += rows * sizes[field]
     return starts
-
-
-__all__ = ["CHUNK_TOKENS", "HEADER", "InterLayout", "field_starts", "layout_for", "num_chunks"]
