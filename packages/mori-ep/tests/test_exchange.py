@@ -222,3 +222,36 @@ def test_too_many_rows_for_max_total_recv_tokens_raise_everywhere_and_the_op_goe
 
     for kind in KINDS:
         mori_shmem.run_ranks(rank, 2, kind)
+
+
+def test_an_op_without_a_communicator_makes_its_own_and_closes_it() -> None:
+    """As engines do: a configuration with rank and world size is all that they pass."""
+
+    def rank() -> None:
+        import os
+
+        config = EpDispatchCombineConfig(
+            data_type=torch.bfloat16,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            hidden_dim=8,
+            scale_dim=0,
+            scale_type_size=0,
+            max_token_type_size=2,
+            max_num_inp_token_per_rank=4,
+            num_experts_per_rank=1,
+            num_experts_per_token=1,
+        )
+        x, ids = torch.ones(3, 8).bfloat16(), torch.tensor([[0], [1], [-1]], dtype=torch.int32)
+        for _ in range(2):
+            with EpDispatchCombineOp(config) as first, EpDispatchCombineOp(config) as second:
+                for op in (first, second):
+                    rows, *_, count = op.dispatch(x, None, None, ids)
+                    assert int(count) == 2
+                    out, _ = op.combine(rows, None, ids)
+                    assert out[:3, 0].tolist() == [1, 1, 0]
+                first.comm.barrier()
+            assert first.comm.closed
+            assert second.comm.closed
+
+    mori_shmem.run_ranks(rank, 2)
