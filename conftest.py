@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 
-def num_gpus_here() -> int:
-    """GPUs of this host by their device nodes: NVIDIA's, else the KFD nodes that have compute units."""
-    nvidia = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()]
-    if nvidia:
-        return len(nvidia)
+def num_nvidia_gpus() -> int:
+    """By their device nodes."""
+    return sum(p.name[6:].isdigit() for p in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def num_amd_gpus() -> int:
+    """The KFD nodes that have compute units."""
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     return sum("simd_count 0\n" not in p.read_text() for p in nodes)
 
@@ -28,13 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that is marked gpu runs on NVIDIA's, or, in a file named for rocm, on AMD's."""
     limit = config.getoption("--num-gpus")
-    here = num_gpus_here()
-    usable = here if limit is None else min(limit, here)
+    counts = {"NVIDIA": num_nvidia_gpus(), "AMD": num_amd_gpus()}
     for item in items:
         mark = item.get_closest_marker("gpu")
+        vendor = "AMD" if "rocm" in item.path.name else "NVIDIA"
+        here = counts[vendor]
+        usable = here if limit is None else min(limit, here)
         if mark is not None and mark.args[0] > usable:
-            reason = f"needs {mark.args[0]} GPUs, {usable} usable, {here} here"
+            reason = f"needs {mark.args[0]} {vendor} GPUs, {usable} usable, {here} here"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

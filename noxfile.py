@@ -25,6 +25,9 @@ nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", f"tests-{THIS_PYTHON}"]
 
+# What tests need and no extra may bring: the software node, on which the rocm targets run.
+GROUPS = {"mori-shmem": ["--group=sim"], "mori-gemm-ar": ["--group=sim"]}
+
 per_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 
 SMOKE = {  # what must run from the wheel alone, away from the sources
@@ -35,6 +38,7 @@ SMOKE = {  # what must run from the wheel alone, away from the sources
         *["mori-gemm-ar-bench", "--world-size", "2", "--mode", "all"],
         *["-m", "65", "-n", "256", "-k", "256", "--reps", "2"],
     ],
+    "mori-ep": ["mori-ep-bench", "test", "--world-size", "2", "--tokens", "9", "--hidden", "256"],
     "mori-tune": ["mori-tune", "run", "--op", "mori_tune.example:COPY", "--reps", "3"],
 }
 
@@ -63,7 +67,7 @@ def lint(session: nox.Session) -> None:
 @per_package
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, with what it declares and nothing else."""
-    sync(session, f"--package={package}", "--all-extras", "--group=dev")
+    sync(session, f"--package={package}", "--all-extras", "--group=dev", *GROUPS.get(package, ()))
     session.run("pytest", f"packages/{package}/tests", *session.posargs)
 
 
@@ -129,6 +133,8 @@ def bench_smoke(session: nox.Session) -> None:
     sync(session, "--all-packages", "--group=dev")
     session.run("mori-shmem-bench")
     session.run("mori-gemm-ar-bench")
+    session.run("mori-ep-bench")
+    session.run("mori-ep-bench")
     session.run("mori-tune", "run", "--op", "mori_tune.example:COPY")
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from mori_gemm_ar.targets.cuda.params import MAX_BANDS, Divisor, Maps, Params
 from mori_gemm_ar.targets.cuda.regions import HALF_BYTES, Q_BYTES, regions_for
+from mori_gemm_ar.targets.cuda.split import split_variant
+from mori_gemm_ar.targets.cuda.split_params import SplitParams
 from mori_gemm_ar.targets.cuda.variants import VARIANTS
 from mori_shmem.jit import Source, Variant, build, cuda_headers, resources
 from mori_shmem.jit.cache import Cache
@@ -52,18 +54,32 @@ def test_a_variant_compiles_and_its_main_loop_is_clean(name: str, nvrtc: Compile
         assert resources.waits_for_loads(loop) == []
 
 
-def test_both_sides_have_the_same_parameters(tmp_path: Path, nvrtc: Compiler) -> None:
-    text = (CUDA / "params.cuh").read_text()
-    body = re.sub(r"//.*", "", text[text.index("struct Params {") : text.index("struct alignas(64) Maps")])
-    declared = [
+def test_the_split_kernels_compile_without_spills(nvrtc: Compiler) -> None:
+    kernels = resources.kernels_of(build(split_variant(), compiler=nvrtc, cache=Cache(None)))
+    assert len(kernels) == 8
+    for name, used in kernels.items():
+        assert used.stack_bytes == 0, name
+        assert used.registers <= 128, name  # 512 threads
+
+
+def fields_of(file: str, struct: str) -> list[str]:
+    text = (CUDA / file).read_text()
+    body = text[text.index(f"struct {struct} {{") :]
+    body = re.sub(r"//.*", "", body[: body.index("};")])
+    return [
         name
         for line in body.split(";")
         for name in re.findall(r"(\w+)(?:\[[^\]]*\])?\s*(?:,|$)", line.strip())
     ]
-    assert declared == [name for name, _ in Params._fields_]  # type: ignore[misc]
+
+
+def test_both_sides_have_the_same_parameters(tmp_path: Path, nvrtc: Compiler) -> None:
+    assert fields_of("params.cuh", "Params") == [name for name, _ in Params._fields_]  # type: ignore[misc]
+    assert fields_of("split.cuh", "SplitParams") == [name for name, _ in SplitParams._fields_]  # type: ignore[misc]
     path = tmp_path / "sizes.cu"
     path.write_text(
-        '#include "params.cuh"\n'
+        '#include "split.cuh"\n'
+        f"static_assert(sizeof(SplitParams) == {ctypes.sizeof(SplitParams)});\n"
         f"static_assert(sizeof(Params) == {ctypes.sizeof(Params)});\n"
         f"static_assert(sizeof(Maps) == {ctypes.sizeof(Maps)});\n"
         f"static_assert(MAX_BANDS == {MAX_BANDS});\n"

@@ -104,3 +104,24 @@ def test_sums_are_added_in_rank_order_and_rounded_once():
     for found, order_matters in mori_shmem.run_ranks(order_of_additions, 5, 67, 200, 256, timeout_s=60):
         assert order_matters
         assert all(found.values()), found
+
+
+def test_a_scale_of_128_columns_is_the_maximum_of_these_alone() -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(7, 320, generator=generator).bfloat16()
+    rows[1, 200] = torch.nan
+    rows[2, 5] = torch.inf
+    rows[3] = 0
+    rows[4, :128] = 1e-37
+    got = fp8_wire(rows, "1x128")
+    for first in (0, 128, 256):
+        block = rows[[0, 5, 6], first : first + 128]
+        scales = block.float().abs().amax(1, keepdim=True) / 448
+        codes = (block.float() * (1 / scales)).to(torch.float8_e4m3fn)
+        assert torch.equal(got[[0, 5, 6], first : first + 128], (codes.float() * scales).bfloat16())
+    nan = got.isnan()
+    assert nan[1, 128:256].all()
+    assert nan[2, :128].all()
+    assert int(nan.sum()) == 256  # and no other block
+    assert not got[3].any()
+    assert not got[4, :128].any()  # its scale would have no finite inverse

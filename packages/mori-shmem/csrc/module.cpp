@@ -22,7 +22,7 @@ void answer_signals() {
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
-  m.doc() = "The C++ core of the host target; see _core.pyi.";
+  m.doc() = "The C++ core of the host and rocm targets; see _core.pyi.";
   answer_signals();
   m.def("monotonic_ns", &monotonic_ns);
   python::bind_errors(m);
@@ -30,4 +30,6 @@ PYBIND11_MODULE(_core, m) {
   python::bind_memory(m);
   python::bind_fabric(m);
   python::bind_queues(m);
+  python::bind_rocm(m);
+  python::bind_rows(m);
 }

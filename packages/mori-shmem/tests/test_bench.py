@@ -13,7 +13,6 @@ from mori_bench.faults import FAULTS
 from mori_shmem.bench.__main__ import main
 from mori_shmem.bench.put import SIZES
 from mori_shmem.bench.targets import targets
-from mori_shmem.errors import TransportInert
 
 Bench = Callable[..., tuple[int, list[dict[str, Any]], str]]
 
@@ -74,8 +73,6 @@ def test_what_it_cannot_do_is_refused(bench: Bench, capfd: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         bench("--world-size", "2", "--trace", "x.json")
     assert "no phases to trace" in capfd.readouterr().err
-    with pytest.raises(TransportInert, match=r"backend='rocm' is not part of this version"):
-        bench("--world-size", "1", "--part", "barrier", "--backend", "rocm")
 
 
 def test_the_console_script_is_installed() -> None:

@@ -1,7 +1,8 @@
 """The cuda target on GPUs. gpu(1): all ranks share one device; gpu(2): one device a rank.
 
 Run with `tools/gpu_run pytest -m gpu packages/mori-shmem`. Each test says which fault it is about; the
-functions that run in the ranks hold the assertions.
+functions that run in the ranks hold the assertions. What a queue promises on every target stands in
+test_queue_contract.py.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _placed(fn: Callable[..., Any], spread: bool, *args: object) -> Any:
     return fn(*args)
 
 
-# ---- bytes, signals, order ----
+# ---- the transport proves itself ----
 
 
 @on_both
@@ -86,54 +87,17 @@ def test_GA_6_dropped_and_reordered_copies_are_noticed_and_named() -> None:
 
 
 @one_gpu
-def test_rows_words_and_odd_bytes() -> None:
+def test_what_is_closed_or_not_there_is_refused_and_views_live_on() -> None:
     def rank() -> None:
         import torch
 
         with mori_shmem.init() as comm:
-            window = comm.alloc(1 << 16)
-            queue = comm.queue(0)
-            x = window.tensor(1 << 15, torch.uint8)
-            x.copy_(torch.arange(1 << 15) % 251)
-            landing = window.tensor(1 << 15, torch.uint8, 1 << 15)
-            for nbytes, to, frm in ((0, 0, 0), (1, 3, 5), (31, 1, 2), (4097, 7, 0), (20000, 8, 1)):
-                landing.zero_()
-                queue.put(window.at((1 << 15) + to), window.at(frm), nbytes)
-                queue.join()
-                expected = torch.zeros_like(landing)
-                expected[to : to + nbytes] = x[frm : frm + nbytes]
-                assert torch.equal(landing, expected), (nbytes, to, frm)
-            landing.zero_()
-            queue.put_2d(window.at(1 << 15), window.at(10), 40, 16, 64, 100)
-            queue.quiet()
-            rows = x[:1600].view(16, 100)[:, 10:50]
-            assert torch.equal(landing[:1024].view(16, 64)[:, :40], rows)
-            assert not landing[:1024].view(16, 64)[:, 40:].any()
-            word, big = window.at(0), (1 << 64) - 3
-            queue.signal(word, big)
-            assert comm.wait(word, big, "==") == big
-            queue.signal(word, 5, op="add")
-            queue.quiet()
-            assert comm.read(word) == 2
-            comm.signal(word, 10)
-            comm.signal(word, 32, op="add")
-            assert comm.read(word) == 42
-            with pytest.raises(PeerTimeout) as late:
-                comm.wait(word, 43, what="the next step", timeout_s=0.2)
-            assert (late.value.seen, late.value.wanted, late.value.rank) == (42, 43, 0)
-            for part in ("rank 0 of 1", "the next step", "offset 0", ">= 43; it is 42", "MORI_TIMEOUT_S"):
-                assert part in str(late.value)
+            window, queue = comm.alloc(4096), comm.queue(0)
             with pytest.raises(ArgumentError, match="no clock that agrees"):
-                queue.timestamp(word)
-            comm.signal(window.at(8), 0)
-            queue.wait(window.at(8), 1)
-            with pytest.raises(PeerTimeout, match="quiet on queue 0 to rank 0"):
-                queue.quiet(timeout_s=0.1)
-            comm.signal(window.at(8), 1)
-            queue.quiet()
+                queue.timestamp(window.at(0))
             view = window.peer(0).tensor(8, torch.uint8)
             window.close()
-            assert view.sum() >= 0  # the mapping lives on
+            assert view.sum() >= 0
             with pytest.raises(ClosedError):
                 queue.put(window.at(0), window.at(64), 8)
         with pytest.raises(ClosedError):
@@ -287,105 +251,6 @@ def test_ranks_that_share_a_gpu_unasked_are_refused(monkeypatch: pytest.MonkeyPa
             mori_shmem.init()
 
     run(rank, 2, spread=False)
-
-
-# ---- SH-5 ----
-
-
-@on_both
-def test_SH_5_many_puts_in_order_and_signals_that_count(spread: bool) -> None:
-    """Put i says i at the start of its slot; every third is signalled; a slot is free when the receiver
-    says so."""
-
-    def rank() -> None:
-        import torch
-
-        sizes, slots, puts = (8, 24, 256, 4096, 65536), 64, 3000
-        with mori_shmem.init(timeout_s=60) as comm:
-            window = comm.alloc(2 * slots * 65536 + 4096)
-            count, checked = 2 * slots * 65536, 2 * slots * 65536 + 8
-            if comm.rank == 0:
-                queue = comm.queue(1)
-                out = window.tensor((slots, 65536), torch.uint8)
-                for i in range(puts):
-                    if i % slots == 0 and i:
-                        queue.join()
-                        comm.wait(window.at(checked), i, peer=1)
-                    out[i % slots, : sizes[i % 5]].fill_(i % 251 + 1)
-                    slot = i % slots
-                    queue.put(window.at((slots + slot) * 65536, 1), window.at(slot * 65536), sizes[i % 5])
-                    if i % 3 == 0:
-                        queue.signal(window.at(count, 1), 1, op="add")
-                queue.quiet()
-                comm.all_gather("all sent")
-            else:
-                landing = window.tensor((slots, 65536), torch.uint8, slots * 65536)
-                for first in range(0, puts, slots):
-                    last = min(first + slots, puts) - 1
-                    comm.wait(window.at(count), last // 3 + 1, peer=0)
-                    upto = last // 3 * 3 + 1
-                    seen = landing[: upto - first].cpu()
-                    for i in range(first, upto):
-                        assert (seen[i % slots, : sizes[i % 5]] == i % 251 + 1).all(), i
-                    comm.signal(window.at(checked, 0), last + 1)
-                comm.all_gather("all sent")
-                assert comm.read(window.at(count)) == puts // 3
-
-    run(rank, 2, spread=spread)
-
-
-@one_gpu
-def test_SH_5_eight_issuers_share_one_queue() -> None:
-    def rank() -> None:
-        import threading
-
-        with mori_shmem.init(timeout_s=60) as comm:
-            window = comm.alloc(1 << 16)
-            queue, peer = comm.queue(1 - comm.rank), 1 - comm.rank
-
-            def issue(who: int) -> None:
-                for _ in range(250):
-                    program = mori_shmem.PutProgram()
-                    program.put(window.at(4096 + who * 64, peer), window.at(who * 64), 64)
-                    program.signal(window.at(1 << 15, peer), 1, op="add")
-                    queue.submit(program)
-
-            threads = [threading.Thread(target=issue, args=(who,)) for who in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            comm.wait(window.at(1 << 15), 2000, peer=peer)
-            comm.barrier()
-            assert comm.read(window.at(1 << 15)) == 2000
-
-    run(rank, 2, spread=False)
-
-
-@two_gpus
-def test_SH_5_after_quiet_the_peer_sees_every_byte_whoever_tells_it() -> None:
-    def rank() -> None:
-        import torch
-
-        nbytes = 64 << 20
-        with mori_shmem.init(timeout_s=60) as comm:
-            numbers = torch.arange(nbytes // 8, device=comm.device)
-            contents = (numbers, ~numbers)
-            window = comm.alloc(2 * nbytes)
-            if comm.rank == 0:
-                for i in (0, 1):
-                    window.tensor(nbytes // 8, torch.int64, i * nbytes).copy_(contents[i])
-            landing = window.tensor(nbytes // 8, torch.int64)
-            for i in range(200):
-                if comm.rank == 0:
-                    comm.queue(1).put(window.at(0, 1), window.at(i % 2 * nbytes), nbytes)
-                    comm.queue(1).quiet()
-                comm.all_gather("it is done")
-                if comm.rank == 1:
-                    assert torch.equal(landing, contents[i % 2]), i
-                comm.barrier()
-
-    run(rank, 2)
 
 
 # ---- SH-6, SH-7 ----
@@ -628,7 +493,7 @@ def test_a_running_kernel_triggers_its_copies() -> None:
         import torch
 
         produce = _kernels(file).produce
-        with mori_shmem.init(timeout_s=10) as comm:
+        with mori_shmem.init(timeout_s=30) as comm:
             peer, n, chunks = 1 - comm.rank, 1024, 8
             window = comm.alloc(3 * 8 * n * chunks)
             words = 2 * 8 * n * chunks

@@ -19,9 +19,9 @@ from mori_shmem.core import CoreError
 from mori_shmem.errors import ArgumentError, QueueLimitError, TransportInert
 from mori_shmem.targets.cuda import devices, lowering
 from mori_shmem.targets.cuda.fabric import Fabric
-from mori_shmem.targets.cuda.fault_record import BARRIER, FaultRecord
 from mori_shmem.targets.cuda.queue import Program
 from mori_shmem.targets.cuda.stream_calls import MAX_PITCH_BYTES
+from mori_shmem.targets.fault_record import BARRIER, FaultRecord
 
 CALLER = 1
 

@@ -274,6 +274,105 @@ def test_rule_e_omission(drop, uncached, seed):
     assert "e" in rules(engine_reads(seed, program(RING, drop), uncached=uncached, what="ring packets"))
 
 
+def two_ringers(seed, drop=None):
+    """Two workgroups ring one doorbell, in turns: the second waits for the word that the first stores behind it."""
+    b = bench(seed)
+    bell, turn = (
+        b.array(np.zeros(64, np.uint32), uncached=True),
+        b.array(np.zeros(64, np.uint32), uncached=True),
+    )
+    b.machine.engine_pointer(bell.ctypes.data)
+    steps = [
+        ("one lane", ONLY_LANE_0),
+        ("ring", "global_store_dword v3, v4, s[4:5] sc0 sc1"),
+        ("wait doorbell", "s_waitcnt vmcnt(0)"),
+        ("pass on", "global_store_dword v3, v4, s[6:7] sc1"),
+    ]
+    second = f"""{ONLY_LANE_0}
+POLL:
+global_load_dword v6, v3, s[6:7] sc1
+s_waitcnt vmcnt(0)
+v_readfirstlane_b32 s13, v6
+s_sleep 1
+s_cmp_eq_u32 s13, 0
+s_cbranch_scc1 POLL
+global_store_dword v3, v4, s[4:5] sc0 sc1"""
+    b.submit(
+        two_workgroups(program(steps, drop), second), [bell.ctypes.data, turn.ctypes.data, 0, 0], grid=(2,)
+    )
+    b.run()
+    return b
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rule_e_a_doorbell_rung_in_turns_passes(seed):
+    assert two_ringers(seed).machine.reports() == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rule_e_a_doorbell_that_may_go_back_is_reported(seed):
+    assert rules(two_ringers(seed, "wait doorbell")) == {"e"}
+
+
+def test_what_an_engine_may_fetch_must_be_there_and_may_be_overwritten():
+    """A possible fetch is held against the write pointer, and is nothing that anybody has to wait for."""
+    possible = "ring, which it may fetch whenever it looks at the write pointer"
+    assert "e" in rules(engine_reads(0, program(RING, "wait packet"), uncached=True, what=possible))
+    for what, reported in (("ring packets", {"order"}), (possible, set())):
+        b = bench(0)
+        ring = b.array(np.zeros(128, np.uint32), uncached=True)
+        b.machine.agent_reads("sdma 0", 0, ring.ctypes.data, ring.nbytes, what)
+        b.submit(
+            one_workgroup("global_store_dword v1, v0, s[4:5]"), [ring.ctypes.data, 0, 0, 0], block=(128,)
+        )
+        b.machine.agent_reads("sdma 0", 0, ring.ctypes.data, ring.nbytes, what)
+        b.run()
+        assert rules(b) == reported
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("drop", "reported"), [(None, set()), ("wait stores", {"d"}), ("barrier", {"d"})])
+def test_uncached_data_needs_its_flag(drop, reported, seed):
+    """Nothing of it is in a cache, but a load that nothing orders after the store may come before it."""
+    b = bench(seed)
+    data, out = b.array(np.zeros(128, np.uint32), uncached=True), b.array(np.zeros(128, np.uint32))
+    flag = b.array(np.zeros(64, np.uint32), uncached=True)
+    steps = [s for s in producer("sc0 sc1", "sc0 sc1") if s[0] not in ("write back", "wait write back")]
+    consume = program(consumer("sc0 sc1", "sc0 sc1"), "invalidate")
+    arguments = [data.ctypes.data, flag.ctypes.data, out.ctypes.data, 0]
+    b.submit(two_workgroups(program(steps, drop), consume), arguments, grid=(2,), block=(128,))
+    b.run()
+    assert rules(b) == reported
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("drop", "reported"), [(None, set()), *((d, {"a"}) for d in PRODUCER_OMISSIONS)])
+def test_what_a_polled_word_announces_may_be_copied(drop, reported, seed):
+    """A queue that stands at a POLL, and a kernel that stores data and then the word."""
+    b = bench(seed)
+    data, flag = b.array(np.zeros(128, np.uint32)), b.array(np.zeros(64, np.uint32), uncached=True)
+    text = one_workgroup(program(producer("sc0 sc1", "sc0 sc1"), drop))
+    b.submit(text, [data.ctypes.data, flag.ctypes.data, 0, 0], block=(128,))
+    b.machine.agent_observed("sdma 0", 0, b.array(np.zeros(64, np.uint32), uncached=True).ctypes.data, 8)
+    met = False
+    while (state := b.machine.run(16)) == "running" or not met:
+        assert state != "fault", b.machine.fault()
+        if flag[0] and not met:
+            met = True
+            b.machine.agent_polled("sdma 0", 0, flag.ctypes.data, 4)
+            b.machine.agent_reads("sdma 0", 0, data.ctypes.data, data.nbytes, "COPY source")
+    assert rules(b) == reported
+
+
+def test_reading_a_clock_needs_no_register():
+    """s_memrealtime has no address: it does not read s[0:1], into which a load is outstanding here."""
+    b = bench(0)
+    body = "s_mov_b64 s[14:15], s[0:1]\ns_load_dwordx2 s[0:1], s[14:15], 0x0\ns_memrealtime s[16:17]\ns_waitcnt lgkmcnt(0)"
+    b.submit(one_workgroup(body), [0, 0, 0, 0])
+    b.run()
+    assert b.machine.reports() == []
+
+
 def engine_writes(seed, consume, grid=(1,)):
     """The engine copies data in and adds to a signal while the kernel polls."""
     b = bench(seed)

@@ -16,6 +16,7 @@ PACKET_FAULTS = {
     "bad_packet": ("unknown_op", "00000077"),
     "packet_out_of_range": ("COPY_LINEAR", "out_of_range", "bytes past the end of the allocation"),
     "doorbell_backwards": ("bad_pointer", "doorbell 3"),
+    "doorbell_ahead": ("bad_pointer", "write pointer 0, doorbell 32"),
 }
 
 

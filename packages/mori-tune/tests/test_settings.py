@@ -69,3 +69,10 @@ def test_folders_follow_the_users_conventions() -> None:
     assert Settings({"HOME": "/h", "XDG_CONFIG_HOME": "/c"}).user_dir == Path("/c/mori/tuning")
     assert Settings({"HOME": "/h", "XDG_CACHE_HOME": "/k"}).journal_dir == Path("/k/mori/tune")
     assert Settings({"HOME": "/h", "MORI_TUNE_DIR": "/x"}).user_dir == Path("/x")
+
+
+def test_PK_4_one_rank_speaks_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    misspelt = {"MORI_GEMM_AR_TUNNING_CONFIG": "x"}
+    for rank in ("1", "0"):
+        Settings({**misspelt, "LOCAL_RANK": rank})
+        assert ("did you mean MORI_GEMM_AR_TUNING_CONFIG" in caplog.text) == (rank == "0")

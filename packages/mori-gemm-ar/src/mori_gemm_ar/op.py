@@ -16,6 +16,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +37,20 @@ from mori_shmem.settings import Snapshot
 from mori_gemm_ar.options import Options, resolve
 from mori_gemm_ar.plan import Plan
 from mori_gemm_ar.problem import Problem
-from mori_gemm_ar.quant.operands import a_scale_grid, b_scale_grid, check_codes
+from mori_gemm_ar.quant.operands import Looks, a_scale_grid, b_scale_grid, check_codes, looks_of
 from mori_gemm_ar.quant.padding import pad_rows
 from mori_gemm_ar.reference import fp8_wire
-from mori_gemm_ar.settings import PULL_BLOCKS, SELF_TEST, TABLE
-from mori_gemm_ar.support import Support, check_sizes, supports, window_bytes
-from mori_gemm_ar.targets import target_for
+from mori_gemm_ar.rules import Rules
+from mori_gemm_ar.settings import KERNELS, PULL_BLOCKS, SELF_TEST, TABLE
+from mori_gemm_ar.support import Support, check_options, check_sizes, defaults_of, supports, window_bytes
+from mori_gemm_ar.targets import target_for, target_name
 
 if TYPE_CHECKING:
     from mori_bench import Trace
+    from mori_tune import Decision
 
-PROFITABLE_M = 4096  # 8x MI355X: below it a separate GEMM and all-reduce is as fast
 PLANS_KEPT = 256
+Work = tuple[torch.Tensor, Sequence[Any]]  # a call's rows, and spans where it was timed
 
 
 class GemmAllReduce:
@@ -70,11 +74,21 @@ class GemmAllReduce:
         gather_bands: int | None = None,
         publish: str | None = None,
         pull_blocks: int | None = None,
+        band_rows: int | None = None,
+        lag: int | None = None,
+        gather_scale: str | None = None,
+        small_m: str | None = None,
+        small_m_below: int | None = None,
+        tuned: bool | None = None,
+        kernels: str | None = None,
         self_test: bool | None = None,
     ) -> None:
-        """Collective. `self_test=False` (MORI_GEMM_AR_SELF_TEST=0) leaves out the proof of the transport."""
-        self.settings = TABLE.read({PULL_BLOCKS: pull_blocks, SELF_TEST: self_test})
-        target = target_for(comm.backend)
+        """Collective. `self_test=False` (MORI_GEMM_AR_SELF_TEST=0) leaves out the proof of the transport;
+        `tuned=False` (MORI_GEMM_AR_LAUNCH_CONFIG_MODE=MANUAL) the tuned rules, see rules.py;
+        `kernels="triton"` (MORI_GEMM_AR_KERNELS) takes the readable ones, see targets/triton."""
+        self.settings = TABLE.read({PULL_BLOCKS: pull_blocks, SELF_TEST: self_test, KERNELS: kernels})
+        name = target_name(comm.backend, self.settings[KERNELS])
+        target = target_for(name)
         self.options: Options = resolve(
             mode=mode,
             quant=quant,
@@ -87,9 +101,19 @@ class GemmAllReduce:
             gather_bands=gather_bands,
             publish=publish,
             pull_blocks=pull_blocks,
+            band_rows=band_rows,
+            lag=lag,
+            gather_scale=gather_scale,
+            small_m=small_m,
+            small_m_below=small_m_below,
             default_pull_blocks=default_pull_blocks(self.settings, target),
+            **defaults_of(name),
         )
-        check_sizes(comm.backend, n, k, m_max)
+        check_sizes(name, n, k, m_max)
+        flags = {"fuse_reduce_push": fuse_reduce_push, "publish": publish, "small_m": small_m}
+        numbers = {"chunks": chunks, "sdma_queues": sdma_queues, "gather_bands": gather_bands}
+        numbers |= {"pull_blocks": pull_blocks, "band_rows": band_rows, "lag": lag}
+        check_options(name, self.options, {**flags, **numbers})
         self.comm, self.n, self.k, self.m_max = comm, n, k, m_max
         self.trace: Trace | None = None  # set one, and every call adds its phases, bands and puts
         self.last_phases_us: dict[str, float] = {}  # of the last call on this rank, by phase
@@ -99,9 +123,16 @@ class GemmAllReduce:
         self._closed = False
         self._lock = threading.Lock()
         self._plan = functools.lru_cache(PLANS_KEPT)(self._plan_for)
-        self._compare_ranks()
+        self._ready: OrderedDict[Looks, Any] = OrderedDict()  # the target's, for operands that were checked
+        given = {name for name, value in numbers.items() if value is not None}
+        if self.settings.origin(PULL_BLOCKS) != "default":
+            given.add("pull_blocks")
+        self._compare_ranks({"tuned": tuned, "numbers given": sorted(given), "kernels": name})
+        self._rules = Rules(comm, self.options, n, k, target=name, given=given, tuned=tuned)
+        self._rules.options_for(m_max)  # says which rule won, or why none; a bad one is refused here
         self._layout = target.layout_for(m_max, n, comm.world_size, self.options)
         self._window = comm.alloc(self._layout.nbytes)
+        self._runner: Any = None
         try:
             self._runner = target.Runner(comm, self._window, self._layout, self.options, m_max)
             self._gemm = target.Gemm(n, k, quant, target.MAX_BAND_ROWS)
@@ -121,9 +152,11 @@ class GemmAllReduce:
         return supports(n=n, k=k, m_max=m_max, world_size=world_size, backend=backend, **options)
 
     @staticmethod
-    def profitable(m: int) -> bool:
-        """Whether fusing is known to pay at this M (measured on 8x MI355X): a hint, not a limit."""
-        return m >= PROFITABLE_M
+    def profitable(m: int, *, backend: str = "host", gather_dtype: str = "bf16") -> bool:
+        """Whether fusing is known to pay at this M: a hint, not a limit. host: as measured on 8x MI355X;
+        cuda: on 2x H200, where `small_m` is what to do instead."""
+        least: int = target_for(backend).profitable_m(gather_dtype)
+        return m >= least
 
     @staticmethod
     def window_bytes_for(
@@ -163,13 +196,43 @@ class GemmAllReduce:
                           # the caller may also write to, and which is overwritten by this op's next call
         """
         self._check_usable()
+        looks = looks_of(a, b, a_scale, b_scale)
+        ready = self._ready.get(looks) if self.trace is None else None
+        if ready is not None:
+            work = ready.at(a.data_ptr(), b.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr())
+            if work is not None:
+                if out is not None:
+                    self._check_out(out, ready.m)
+                return self._carry_out(work, out)
         m = self._check_operands(a, b, out)
         a_grid = a_scale_grid(a_scale, self.options.quant, m, self.k, self.comm.device)
         b_grid = b_scale_grid(b_scale, self.options.quant, self.n, self.k, self.comm.device)
-        return self._run(m, self._gemm.partials(a, b, a_grid, b_grid), out)
+        partials = self._gemm.partials(a, b, a_grid, b_grid)
+        result = self._run(m, partials, out)
+        self._keep_ready(looks, m, partials)
+        return result
 
-    def _run(self, m: int, partials: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        """One call on the target, its result copied to `out` while the op is still this thread's; whatever
+    def _keep_ready(self, looks: Looks, m: int, partials: Any) -> None:
+        """Let the next call with operands that look like these skip what was found out about them."""
+        ready = self._runner.ready(self._plan(m), partials)
+        if ready is not None:
+            self._ready[looks] = ready
+            if len(self._ready) > PLANS_KEPT:
+                self._ready.popitem(last=False)
+
+    def _run(
+        self, m: int, partials: Any, out: torch.Tensor | None = None, plan: Plan | None = None
+    ) -> torch.Tensor:
+        """One call on the target."""
+        plan = plan or self._plan(m)
+
+        def work(number: int) -> Work:
+            return self._runner.run(plan, number, partials, timed=self.trace is not None)  # type: ignore[no-any-return]
+
+        return self._carry_out(work, out)
+
+    def _carry_out(self, work: Callable[[int], Work], out: torch.Tensor | None) -> torch.Tensor:
+        """`work` of the next call, its result copied to `out` while the op is still this thread's; whatever
         goes wrong in it ends the op."""
         if not self._lock.acquire(blocking=False):
             raise MoriError(
@@ -179,28 +242,44 @@ class GemmAllReduce:
         try:
             self._check_usable()
             self._calls += 1
-            plan = self._plan(m)
-            result, spans = self._runner.run(plan, self._calls, partials, timed=self.trace is not None)
+            result, spans = work(self._calls)
             output: torch.Tensor = result if out is None else out.copy_(result)
         except BaseException as error:
             self._broken = error
             raise
         finally:
             self._lock.release()
+        if spans or self.last_phases_us:
+            self._tell(spans)
+        return output
+
+    def _tell(self, spans: Sequence[Any]) -> None:
         self.last_phases_us = {s.name: (s.end_ns - s.start_ns) / 1e3 for s in spans if s.lane == "phase"}
         if self.trace is not None:
             for span in spans:
                 self.trace.add(span.name, span.lane, span.start_ns, span.end_ns)
-        return output
+
+    def ran(self, m: int) -> str:
+        """Which way calls of m rows have gone: the mode, or what `small_m` made of them."""
+        way: str = self._runner.ran(m)
+        return way
 
     def plan(self, m: int) -> Plan:
         """How a call of m rows is carried out."""
         self._check_rows(m)
         return self._plan(m)
 
+    def rule(self, m: int) -> Decision | None:
+        """Which tuned rule calls of m rows get, or why none; None where this target is not tuned."""
+        self._check_rows(m)
+        return self._rules.decision(m)
+
     def _plan_for(self, m: int) -> Plan:
+        return self._plan_with(m, self._rules.options_for(m))
+
+    def _plan_with(self, m: int, options: Options) -> Plan:
         problem = Problem(m, self.n, self.k, self.comm.world_size)
-        return Plan(problem, self.options, self._target.MAX_BAND_ROWS)
+        return Plan(problem, options, self._target.MAX_BAND_ROWS)
 
     # ---- proof ----
 
@@ -229,13 +308,14 @@ class GemmAllReduce:
         self._runner.poison(m)
         self.comm.barrier()  # nobody writes into a window that is still being filled
         try:
-            got = self._run(m, _Constant(float(self.comm.rank + 1)))
+            constant = _Constant(float(self.comm.rank + 1))
+            got = self._run(m, constant, plan=self._plan_with(m, self.options))  # no rule is for so few rows
         except PeerTimeout as late:
             return str(late)
         terms = range(1, world_size + 1) if self.options.communicates else (self.comm.rank + 1,)
         want = torch.full_like(got, float(sum(terms)))
         if self.options.gather_dtype == "fp8":
-            want = fp8_wire(want.cpu()).to(got.device)
+            want = fp8_wire(want.cpu(), self.options.gather_scale).to(got.device)
         wrong = got != want
         if not bool(wrong.any()):
             return ""
@@ -275,8 +355,12 @@ class GemmAllReduce:
         check_codes("b", b, self.k, device, self.n)
         m = a.shape[0]
         self._check_rows(m)
-        if out is None:
-            return m
+        if out is not None:
+            self._check_out(out, m)
+        return m
+
+    def _check_out(self, out: torch.Tensor, m: int) -> None:
+        device = self.comm.device
         if out.dtype != torch.bfloat16 or tuple(out.shape) != (m, self.n) or out.device.type != device.type:
             raise UnsupportedShape(
                 f"out is {out.dtype} {tuple(out.shape)} on {out.device}, "
@@ -292,11 +376,10 @@ class GemmAllReduce:
                 "out requires grad, and nothing can be differentiated through this call: pass out.detach(), "
                 "which is the same memory"
             )
-        return m
 
-    def _compare_ranks(self) -> None:
+    def _compare_ranks(self, also: dict[str, Any]) -> None:
         """Collective: raise on every rank if any of them was given something else."""
-        mine = {"n": self.n, "k": self.k, "m_max": self.m_max, **dataclasses.asdict(self.options)}
+        mine = {"n": self.n, "k": self.k, "m_max": self.m_max, **dataclasses.asdict(self.options), **also}
         mine["self_test"] = self.settings[SELF_TEST]
         given = self.comm.all_gather(mine)
         differing = [
@@ -320,6 +403,9 @@ class GemmAllReduce:
     def close(self) -> None:
         """Give the window back. Local; twice is fine. Views of it stay readable."""
         self._closed = True
+        self._ready.clear()
+        if self._runner is not None:
+            self._runner.close()
         self._window.close()
 
     def __enter__(self) -> GemmAllReduce:

@@ -7,7 +7,11 @@
     split-lsa    the owner's loads from the peers' C             lsa
     fused-lsa    the GEMM's own stores into the owner's memory   lsa
 
-With gather_dtype="fp8" finished rows travel as e4m3fn under one fp32 scale per row, by lsa unless chosen.
+With gather_dtype="fp8" finished rows travel as e4m3fn, by lsa unless chosen, under fp32 scales of amax / 448:
+    gather_scale="row"      one a row; a code is value / scale
+    gather_scale="1x128"    one for every 128 columns of a row; a code is value * (1 / scale)
+The two are different bits of the same accuracy (2.65e-2, 2.57e-2), and a target says which it can do: a fused
+epilogue sees 128 columns of a row at a time, and the maximum of the whole row only when it is too late.
 An option that the chosen mode would ignore is an error: a number measured with it would belong to another
 variant than its reader thinks. None means "the default", and is always fine.
 """
@@ -23,10 +27,14 @@ MODES = ("gemm-only", "split-sdma", "fused-sdma", "split-lsa", "fused-lsa")
 QUANTS = ("blockscale", "ptpc", "mxfp8")
 GATHER_DTYPES = ("bf16", "fp8")
 GATHER_TRANSPORTS = ("sdma", "lsa")
+GATHER_SCALES = ("row", "1x128")
+SMALL_M = ("one-stage", "two-stage", "auto")
 PUBLISH = ("writethrough", "fence")
 MAX_PARTS = 64  # chunks of a slice, bands of a gather: one flag each
 MAX_QUEUES = 8
 MAX_PULL_BLOCKS = 4096
+MAX_BAND_ROWS = 1 << 16
+MAX_LAG = 128
 
 DEFAULT_CHUNKS = 8  # 8x MI355X, M=15360: 1104.8 us, against 1434.0 us with one chunk
 DEFAULT_GATHER_BANDS = 4  # 8x MI355X: the best of 1, 4, 8, 16, 32, though no better than not fusing
@@ -47,6 +55,13 @@ class Options:
     gather_bands: int | None  # puts per peer of fuse_reduce_push
     publish: str | None  # how fuse_reduce_push hands a band over
     pull_blocks: int | None  # pieces that a pull is cut into, gather_transport lsa
+    band_rows: int | None = (
+        None  # fused kernels that push tiles: rows of a band; None: as the target was tuned
+    )
+    lag: int | None = None  # the same: how many bands local tiles stay behind remote ones
+    gather_scale: str | None = None  # what a scale of the fp8 gather covers
+    small_m: str | None = None  # fused modes: how calls too small to profit are summed instead; None: as all
+    small_m_below: int | None = None  # calls of fewer rows than this
 
     @property
     def communicates(self) -> bool:
@@ -77,7 +92,14 @@ def resolve(
     gather_bands: int | None = None,
     publish: str | None = None,
     pull_blocks: int | None = None,
+    band_rows: int | None = None,
+    lag: int | None = None,
+    gather_scale: str | None = None,
+    small_m: str | None = None,
+    small_m_below: int | None = None,
     default_pull_blocks: int = 1,
+    default_chunks: int = DEFAULT_CHUNKS,
+    default_gather_scale: str = "row",
 ) -> Options:
     """The complete choice that the given ones lead to, or an ArgumentError with every reason against them."""
     given = {
@@ -90,6 +112,11 @@ def resolve(
         "gather_bands": _in_range("gather_bands", gather_bands, MAX_PARTS),
         "publish": _one_of("publish", publish, PUBLISH),
         "pull_blocks": _in_range("pull_blocks", pull_blocks, MAX_PULL_BLOCKS),
+        "band_rows": _in_range("band_rows", band_rows, MAX_BAND_ROWS),
+        "lag": _in_range("lag", lag, MAX_LAG),
+        "gather_scale": _one_of("gather_scale", gather_scale, GATHER_SCALES),
+        "small_m": _one_of("small_m", small_m, SMALL_M),
+        "small_m_below": _in_range("small_m_below", small_m_below, 1 << 24),
     }
     _one_of("mode", mode, MODES, optional=False)
     _one_of("quant", quant, QUANTS, optional=False)
@@ -103,13 +130,18 @@ def resolve(
         quant=quant,
         gather_dtype=dtype if communicates else None,
         gather_transport=transport if communicates else None,
-        chunks=(chunks or DEFAULT_CHUNKS) if mode == "fused-sdma" else None,
+        chunks=(chunks or default_chunks) if mode == "fused-sdma" else None,
         sdma_queues=(sdma_queues or 1) if queues else None,
         fuse_quantize=bool(fuse_quantize),
         fuse_reduce_push=pushes_bands,
         gather_bands=(gather_bands or DEFAULT_GATHER_BANDS) if pushes_bands else None,
         publish=(publish or "writethrough") if pushes_bands else None,
         pull_blocks=(pull_blocks or default_pull_blocks) if communicates and transport == "lsa" else None,
+        band_rows=band_rows,
+        lag=lag,
+        gather_scale=(gather_scale or default_gather_scale) if communicates and dtype == "fp8" else None,
+        small_m=small_m,
+        small_m_below=small_m_below,
     )
     reasons = [
         f"{name}={value!r} {reason}"
@@ -129,6 +161,8 @@ def _against(name: str, chosen: Options) -> Iterator[str]:
         return
     if name == "chunks" and chosen.chunks is None:
         yield "has no effect: only fused-sdma sends a slice chunk by chunk"
+    if name == "chunks" and chosen.band_rows is not None:
+        yield "has no effect beside band_rows, which says the same in rows; give one of them"
     if name == "sdma_queues" and chosen.sdma_queues is None:
         yield "has no effect: neither partial sums nor finished rows travel by copy engine here"
     if name == "fuse_quantize" and chosen.gather_dtype != "fp8":
@@ -141,6 +175,16 @@ def _against(name: str, chosen: Options) -> Iterator[str]:
         yield "has no effect without fuse_reduce_push=True"
     if name == "pull_blocks" and chosen.gather_transport != "lsa":
         yield "has no effect: nothing is pulled with gather_transport='sdma'"
+    if name == "gather_scale" and chosen.gather_dtype != "fp8":
+        yield "has no effect: rows have scales only with gather_dtype='fp8'"
+    if name == "small_m" and not chosen.mode.startswith("fused"):
+        yield "has no effect: only a fused mode has something to do instead"
+    if name == "small_m_below" and chosen.small_m is None:
+        yield "has no effect without small_m"
+    if name == "band_rows" and not chosen.mode.startswith("fused"):
+        yield "has no effect: only the fused modes go band by band"
+    if name == "lag" and (chosen.mode != "fused-lsa" or chosen.gather_transport != "lsa"):
+        yield "has no effect: behind copy engines all remote bands go first"
 
 
 def _one_of(name: str, value: str | None, allowed: tuple[str, ...], *, optional: bool = True) -> str | None:

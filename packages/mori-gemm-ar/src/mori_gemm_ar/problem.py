@@ -13,6 +13,7 @@ from typing import NamedTuple
 BF16_BYTES = 2
 FP8_BYTES = 1
 ROW_SCALE_BYTES = 4
+SCALE_COLUMNS = 128  # gather_scale="1x128"
 
 
 class Rows(NamedTuple):
@@ -59,7 +60,9 @@ class Problem:
         """bf16 partial sums that `rank` sends: everyone else's rows."""
         return (self.m - self.slice_of(rank).height) * self.n * BF16_BYTES
 
-    def gather_bytes(self, rank: int, gather_dtype: str) -> int:
-        """Finished rows that `rank` sends, or that are pulled from it, row scales included."""
-        row_bytes = self.n * BF16_BYTES if gather_dtype == "bf16" else self.n * FP8_BYTES + ROW_SCALE_BYTES
+    def gather_bytes(self, rank: int, gather_dtype: str, gather_scale: str | None = "row") -> int:
+        """Finished rows that `rank` sends, or that are pulled from it, scales included."""
+        num_scales = 1 if gather_scale == "row" else -(-self.n // SCALE_COLUMNS)
+        fp8_bytes = self.n * FP8_BYTES + num_scales * ROW_SCALE_BYTES
+        row_bytes = self.n * BF16_BYTES if gather_dtype == "bf16" else fp8_bytes
         return (self.num_ranks - 1) * self.slice_of(rank).height * row_bytes

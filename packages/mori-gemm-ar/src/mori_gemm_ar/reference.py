@@ -4,8 +4,8 @@ far.
     exact        sum over ranks of dequantised A * dequantised B^T, all in float64
     byte for byte, from the ranks' bf16 partial sums:
                  their sum in fp32, added in rank order, rounded once to bf16; with the fp8 wire that bf16 row
-                 is quantised (e4m3fn, scale = amax / 448) and widened again: every rank, the owner too, ends
-                 with the bf16 of code * scale
+                 is quantised (e4m3fn, scale = amax / 448 of what gather_scale says) and widened again: every
+                 rank, the owner too, ends with the bf16 of code * scale
 Tolerances come from the wire's dtype, k and the number of ranks, and only from here.
 """
 
@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
-from mori_gemm_ar.quant.quantize import BLOCKS, blocks_of, dequantize_blocks, quantize_blocks
+from mori_gemm_ar.problem import SCALE_COLUMNS
+from mori_gemm_ar.quant.quantize import (
+    BLOCKS,
+    SMALLEST_SCALE,
+    blocks_of,
+    dequantize_blocks,
+    quantize_blocks,
+)
 
 ROW_BLOCKS = BLOCKS["ptpc", "a"]  # what the fp8 wire uses: one fp32 scale per row
 
@@ -48,9 +55,16 @@ def reduced(partials: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(torch.bfloat16)
 
 
-def fp8_wire(rows: torch.Tensor) -> torch.Tensor:
+def fp8_wire(rows: torch.Tensor, gather_scale: str | None = "row") -> torch.Tensor:
     """What becomes of finished bf16 rows that travel as fp8, byte for byte."""
-    return dequantize_blocks(*quantize_blocks(rows, ROW_BLOCKS), ROW_BLOCKS).to(torch.bfloat16)
+    if gather_scale == "row":
+        return dequantize_blocks(*quantize_blocks(rows, ROW_BLOCKS), ROW_BLOCKS).to(torch.bfloat16)
+    (m, n), columns = rows.shape, SCALE_COLUMNS
+    values = torch.nn.functional.pad(rows.float(), (0, -n % columns)).view(m, -1, columns)
+    scales = values.abs().amax(2, keepdim=True).div_(448)
+    inverses = torch.where(scales >= SMALLEST_SCALE, 1 / scales, 0.0)  # a NaN is a NaN by its scale
+    codes = (values * inverses).to(torch.float8_e4m3fn)
+    return (codes.float() * scales).to(torch.bfloat16).view(m, -1)[:, :n].contiguous()
 
 
 def fingerprint(x: torch.Tensor) -> str:

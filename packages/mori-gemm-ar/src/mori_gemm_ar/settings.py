@@ -18,6 +18,21 @@ PULL_BLOCKS = TABLE.add(
         doc="number of pieces in which finished rows are pulled (lsa); unset: what the target was tuned to",
     )
 )
+KERNELS = TABLE.add(
+    Setting(
+        "MORI_GEMM_AR_KERNELS",
+        "own",
+        choices=("own", "triton"),
+        doc="kernels of an op: the target's own, or the readable ones in Triton, unfused, for split-lsa",
+    )
+)
+DEBUG_REL_L2 = TABLE.add(
+    Setting(
+        "MORI_GEMM_AR_DEBUG_REL_L2",
+        False,
+        doc="whether calls of layers are compared with the unfused path, and the relative error logged",
+    )
+)
 SELF_TEST = TABLE.add(
     Setting(
         "MORI_GEMM_AR_SELF_TEST",

@@ -10,8 +10,9 @@ from typing import Any
 from mori_shmem.errors import ArgumentError, MoriError, UnsupportedShape
 
 from mori_gemm_ar.layout import MAX_ROWS
-from mori_gemm_ar.options import resolve
-from mori_gemm_ar.targets import target_for
+from mori_gemm_ar.options import Options, resolve
+from mori_gemm_ar.settings import KERNELS, TABLE
+from mori_gemm_ar.targets import target_for, target_name
 
 MAX_WINDOW_BYTES = 1 << 46  # what mori-shmem maps of one rank
 
@@ -39,23 +40,44 @@ def supports(
 
 
 def window_bytes(backend: str, n: int, m_max: int, world_size: int, options: Mapping[str, Any]) -> int:
-    """What such an op allocates on each rank. `options` as for the constructor, self_test among them."""
+    """What such an op allocates on each rank. `options` as for the constructor."""
     for name, value in (("n", n), ("m_max", m_max), ("world_size", world_size)):
         if type(value) is not int or value < 1:
             raise UnsupportedShape(f"{name}={value!r}: a whole number of at least 1")
-    known = inspect.signature(resolve).parameters.keys() - {"default_pull_blocks"}
-    given = {name: value for name, value in options.items() if name != "self_test"}
+    known = {name for name in inspect.signature(resolve).parameters if not name.startswith("default_")}
+    name_of_target = target_name(backend, TABLE.read({KERNELS: options.get("kernels")})[KERNELS])
+    given = {n: value for n, value in options.items() if n not in ("self_test", "tuned", "kernels")}
     if unknown := given.keys() - known:
         raise ArgumentError(
             f"no such option: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}"
         )
-    nbytes: int = target_for(backend).layout_for(m_max, n, world_size, resolve(**given)).nbytes
+    chosen = resolve(**given, **defaults_of(name_of_target))
+    check_options(name_of_target, chosen, options)
+    nbytes: int = target_for(name_of_target).layout_for(m_max, n, world_size, chosen).nbytes
     if nbytes > MAX_WINDOW_BYTES:
         raise UnsupportedShape(
             f"n={n}, m_max={m_max} on {world_size} ranks need a window of {nbytes} bytes, at most "
             f"{MAX_WINDOW_BYTES} can be had: use a smaller m_max"
         )
     return nbytes
+
+
+def defaults_of(backend: str) -> dict[str, Any]:
+    """What `resolve` takes where nothing is chosen, as this target was tuned."""
+    target = target_for(backend)
+    return {"default_chunks": target.DEFAULT_CHUNKS, "default_gather_scale": target.DEFAULT_GATHER_SCALE}
+
+
+def check_options(backend: str, chosen: Options, given: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for an option that this target cannot honour or would ignore, with its reason."""
+    target = target_for(backend)
+    idle: Mapping[str, str] = target.IDLE_OPTIONS
+    reasons = [
+        f"{name}={given[name]!r} {idle[name]}" for name in idle if given.get(name) not in (None, False)
+    ]
+    reasons += target.refuses(chosen, given)
+    if reasons:
+        raise ArgumentError(f"backend={backend!r}: " + "; ".join(reasons))
 
 
 def check_sizes(backend: str, n: int, k: int, m_max: int) -> None:

@@ -123,8 +123,16 @@ def _spread(scales: torch.Tensor, operand: str, quant: str, rows: int, k: int) -
 
 
 def gx_want(
-    m: int, n: int, k: int, num_ranks: int, quant: str, gather_dtype: str | None = "bf16", *, turn: int = 0
+    m: int,
+    n: int,
+    k: int,
+    num_ranks: int,
+    quant: str,
+    gather_dtype: str | None = "bf16",
+    *,
+    turn: int = 0,
+    gather_scale: str | None = "row",
 ) -> torch.Tensor:
     """What every rank must end with, bit for bit."""
     rounded = gx_sum(m, n, k, num_ranks, quant, turn=turn).to(torch.bfloat16)
-    return reference.fp8_wire(rounded) if gather_dtype == "fp8" else rounded
+    return reference.fp8_wire(rounded, gather_scale) if gather_dtype == "fp8" else rounded

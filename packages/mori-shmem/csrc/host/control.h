@@ -42,7 +42,7 @@ class ControlPages {
   }
 
  private:
-  Mapping mapping_;
+  FileMapping mapping_;
 };
 
 }  // namespace mori

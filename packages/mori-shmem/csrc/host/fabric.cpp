@@ -123,7 +123,7 @@ std::shared_ptr<const Mapping> Fabric::map_window(const std::vector<int>& fds, u
   const Use use(node_);
   if (fds.size() != static_cast<size_t>(node_.settings.world_size))
     throw bad_value("fds", uint64_t{fds.size()}, "world_size of them");
-  auto mapping = std::make_shared<const Mapping>(fds, nbytes);
+  auto mapping = std::make_shared<const FileMapping>(fds, nbytes);
   node_.space.add(mapping);
   return mapping;
 }
@@ -190,6 +190,10 @@ void Fabric::signal(uint64_t where, uint64_t value, SignalOp op) {
   node_.page(place.rank).signal_written();
 }
 
+void Fabric::signal_all(const std::vector<uint64_t>& where, uint64_t value) {
+  for (const uint64_t word : where) signal(word, value, SignalOp::kSet);
+}
+
 uint64_t Fabric::read(uint64_t where) {
   const Use use(node_);
   const View view(node_.space);
@@ -205,6 +209,18 @@ uint64_t Fabric::wait(uint64_t where, uint64_t value, uint32_t comparison, int p
   // Writers notify the rank that owns the word, so that is where to sleep.
   wait_until(node_, node_.page(place.rank).waiters, condition, timeout_ns, kPlainStores);
   return condition.seen;
+}
+
+std::vector<uint64_t> Fabric::wait_all(const std::vector<uint64_t>& where, uint64_t value, const std::vector<int>& peers,
+                                       int64_t timeout_ns) {
+  if (where.size() != peers.size()) throw bad_value("peers", uint64_t{peers.size()}, "one for each word");
+  const int64_t begin_ns = monotonic_ns();
+  std::vector<uint64_t> seen;
+  for (size_t i = 0; i < where.size(); ++i) {
+    const int64_t left_ns = timeout_ns == INT64_MAX ? INT64_MAX : std::max<int64_t>(0, timeout_ns - (monotonic_ns() - begin_ns));
+    seen.push_back(wait(where[i], value, MORI_SDMA_GREATER_EQUAL, peers[i], left_ns));
+  }
+  return seen;
 }
 
 void Fabric::wake(int rank) {

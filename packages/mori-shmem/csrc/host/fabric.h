@@ -41,9 +41,13 @@ class Fabric {
   std::vector<Queue*> open_queues(int peer, const std::vector<int>& indices);
 
   void signal(uint64_t where, uint64_t value, SignalOp op);
+  void signal_all(const std::vector<uint64_t>& where, uint64_t value);  // set
   uint64_t read(uint64_t where);
   // With peer -1 any rank's death ends the wait, but nobody's leaving does.
   uint64_t wait(uint64_t where, uint64_t value, uint32_t comparison, int peer, int64_t timeout_ns);
+  // Several words, each with the peer that writes it; returns the values seen. One deadline for all.
+  std::vector<uint64_t> wait_all(const std::vector<uint64_t>& where, uint64_t value, const std::vector<int>& peers,
+                                 int64_t timeout_ns);
   void wake(int rank);
   void barrier(int64_t timeout_ns);
   std::vector<std::string> peer_states();

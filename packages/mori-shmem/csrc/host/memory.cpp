@@ -44,7 +44,7 @@ int create_memory(uint64_t nbytes, const std::string& name) {
   return fd;
 }
 
-Mapping::Mapping(const std::vector<int>& fds, uint64_t nbytes_) : nbytes(nbytes_), world_size(static_cast<int>(fds.size())) {
+FileMapping::FileMapping(const std::vector<int>& fds, uint64_t nbytes_) : Mapping(nbytes_, static_cast<int>(fds.size())) {
   check_size(nbytes);
   for (const int fd : fds) check_file(fd, nbytes);
   const uint64_t unit = nbytes >= kHugePage ? std::max(kHugePage, page_bytes()) : page_bytes();
@@ -63,7 +63,7 @@ Mapping::Mapping(const std::vector<int>& fds, uint64_t nbytes_) : nbytes(nbytes_
   }
 }
 
-Mapping::~Mapping() { munmap(reservation_, reserved_bytes_); }
+FileMapping::~FileMapping() { munmap(reservation_, reserved_bytes_); }
 
 void AddressSpace::replace(Windows windows) {
   windows_ = std::make_shared<const Windows>(std::move(windows));

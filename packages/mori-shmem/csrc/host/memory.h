@@ -23,8 +23,8 @@ int create_memory(uint64_t nbytes, const std::string& name);  // a descriptor; t
 
 class Mapping {
  public:
-  Mapping(const std::vector<int>& fds, uint64_t nbytes);
-  ~Mapping();
+  Mapping(uint64_t nbytes_, int world_size_) : nbytes(nbytes_), world_size(world_size_) {}
+  virtual ~Mapping() = default;
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
@@ -32,6 +32,12 @@ class Mapping {
   const int world_size;
   uint64_t base = 0;
   uint64_t stride = 0;
+};
+
+class FileMapping : public Mapping {
+ public:
+  FileMapping(const std::vector<int>& fds, uint64_t nbytes);
+  ~FileMapping() override;
 
  private:
   void* reservation_ = nullptr;

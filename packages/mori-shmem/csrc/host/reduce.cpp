@@ -1,16 +1,9 @@
 #include "host/reduce.h"
 
 #include <algorithm>
-#include <cstring>
 
-// One copy of the loops for each vector width, chosen when the library is loaded. Sanitizers cannot run the choosing code
-// (it runs before they are set up), and other machines need no choice.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
-    !defined(__SANITIZE_ADDRESS__)
-#define MORI_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define MORI_VECTOR_CLONES
-#endif
+#include "host/clones.h"
+#include "host/codes.h"
 
 namespace mori {
 
@@ -18,30 +11,16 @@ namespace {
 
 constexpr uint64_t kBlock = 1024;  // fp32 partial sums of a block stay in the first-level cache
 
-inline float widen(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-inline uint16_t narrow(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-}
-
 MORI_VECTOR_CLONES void start(float* __restrict sums, const uint16_t* __restrict source, uint64_t count) {
-  for (uint64_t i = 0; i < count; ++i) sums[i] = widen(source[i]);
+  for (uint64_t i = 0; i < count; ++i) sums[i] = codes::bf16_value(source[i]);
 }
 
 MORI_VECTOR_CLONES void add(float* __restrict sums, const uint16_t* __restrict source, uint64_t count) {
-  for (uint64_t i = 0; i < count; ++i) sums[i] += widen(source[i]);
+  for (uint64_t i = 0; i < count; ++i) sums[i] += codes::bf16_value(source[i]);
 }
 
 MORI_VECTOR_CLONES void finish(uint16_t* __restrict out, const float* __restrict sums, uint64_t count) {
-  for (uint64_t i = 0; i < count; ++i) out[i] = narrow(sums[i]);
+  for (uint64_t i = 0; i < count; ++i) out[i] = codes::bf16_code(sums[i]);
 }
 
 }  // namespace

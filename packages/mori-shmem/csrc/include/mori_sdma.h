@@ -83,7 +83,7 @@ typedef enum {
   MORI_SDMA_BAD_FIELD, /* a comparison, operation or element size that does not exist */
   MORI_SDMA_MISALIGNED, /* an address that is not a multiple of the access size */
   MORI_SDMA_OUT_OF_RANGE, /* resolve refused the address range */
-  MORI_SDMA_BAD_POINTER, /* a ring pointer that is not a multiple of 4, runs backwards or overtakes the reader */
+  MORI_SDMA_BAD_POINTER, /* a ring pointer that is not a multiple of 4, runs backwards, or leaves no byte of the ring free */
   MORI_SDMA_NO_ROOM /* encode: the packet does not fit the space given */
 } mori_sdma_reason;
 

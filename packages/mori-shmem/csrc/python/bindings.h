@@ -18,6 +18,13 @@ void bind_sdma(py::module_& m);
 void bind_memory(py::module_& m);
 void bind_fabric(py::module_& m);
 void bind_queues(py::module_& m);
+void bind_rocm(py::module_& m);
+void bind_rows(py::module_& m);
+
+struct Span {  // bytes of a window, through the buffer protocol
+  std::shared_ptr<const Mapping> mapping;
+  uint64_t address, nbytes;
+};
 
 uint32_t comparison(const std::string& name);
 SignalOp signal_op(const std::string& name);

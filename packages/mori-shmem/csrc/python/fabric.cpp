@@ -72,6 +72,12 @@ void bind_fabric(py::module_& m) {
           },
           py::arg("where"), py::arg("value"), py::arg("cmp") = ">=", py::kw_only(), py::arg("peer") = -1,
           py::arg("timeout_s") = py::none(), NoGil())
+      .def("signal_all", &Fabric::signal_all, py::arg("where"), py::arg("value"))
+      .def(
+          "wait_all",
+          [](Fabric& f, const std::vector<uint64_t>& where, uint64_t value, const std::vector<int>& peers,
+             std::optional<double> timeout_s) { return f.wait_all(where, value, peers, timeout_ns(f.node(), timeout_s)); },
+          py::arg("where"), py::arg("value"), py::arg("peers"), py::arg("timeout_s") = py::none(), NoGil())
       .def("wake", &Fabric::wake, py::arg("rank"))
       .def(
           "barrier", [](Fabric& f, std::optional<double> timeout_s) { f.barrier(timeout_ns(f.node(), timeout_s)); },

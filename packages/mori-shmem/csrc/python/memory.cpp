@@ -5,15 +5,6 @@
 
 namespace mori::python {
 
-namespace {
-
-struct Span {
-  std::shared_ptr<const Mapping> mapping;
-  uint64_t address, nbytes;
-};
-
-}  // namespace
-
 void bind_memory(py::module_& m) {
   m.def("create_memory", &create_memory, py::arg("nbytes"), py::arg("name") = "mori");
   m.attr("CONTROL_BYTES") = kControlBytes;

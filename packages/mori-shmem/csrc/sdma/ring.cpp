@@ -74,7 +74,7 @@ mori_sdma_reason mori_sdma_ring_next(const mori_sdma_ring* ring, const uint32_t*
   const uint64_t rptr = load(ring->rptr);
   const uint64_t published = load(ring->doorbell);
   *available = 0;
-  if (published % 4 || published - rptr > ring->nbytes) return MORI_SDMA_BAD_POINTER;
+  if (published % 4 || published - rptr >= ring->nbytes) return MORI_SDMA_BAD_POINTER;
   const uint64_t position = rptr & (ring->nbytes - 1);
   const uint64_t unbroken = ring->nbytes - position;
   const uint64_t pending = published - rptr;

@@ -99,9 +99,9 @@ TEST(rows_with_pitches) {
 TEST(memory_files_are_sealed_and_checked) {
   const int fd = create_memory(5000, "part");
   CHECK(ftruncate(fd, 100) != 0 && ftruncate(fd, 1 << 20) != 0);
-  CHECK(error_of([&] { Mapping({fd}, 1 << 20); }).kind == "bad_value");
+  CHECK(error_of([&] { FileMapping({fd}, 1 << 20); }).kind == "bad_value");
   CHECK(error_of([&] { create_memory(0, "part"); }).kind == "bad_value");
-  CHECK(error_of([&] { Mapping({-1}, 100); }).kind == "system");
+  CHECK(error_of([&] { FileMapping({-1}, 100); }).kind == "system");
   close(fd);
 }
 

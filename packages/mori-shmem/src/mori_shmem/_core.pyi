@@ -1,4 +1,5 @@
-"""The C++ core of the host target. Arguments and results are plain numbers: addresses, ranks, bytes, seconds.
+"""The C++ core of the host and rocm targets. Arguments and results are plain numbers: addresses, ranks,
+bytes, seconds.
 
 Life of a communicator:
   1. Each rank makes one control page, `create_memory(CONTROL_BYTES)`, and sends the descriptor to its peers.
@@ -36,6 +37,10 @@ ErrorKind = Literal[
     "closed",  # info: what (as of a wait that was going on)
     "forked",  # info: owner_pid, pid
     "system",  # info: call, errno, error
+    # Of the rocm target
+    "missing_library",  # info: library, tried
+    "driver",  # a call of the vendor's failed. info: call, code, error (the driver's words)
+    "inert_queue",  # a queue whose probe did not come back. info: engine, how
 ]
 
 class CoreError(Exception):
@@ -68,6 +73,26 @@ def sum_bf16(out: int, sources: Sequence[int], num_elements: int) -> None:
 def copy_past_cache(out: int, source: int, nbytes: int) -> None:
     """Copy with stores that go around the cache; the ranges do not overlap."""
 
+_Map = tuple[int, int, int, int, int]  # address of int32 slots, rows, width, stride, null
+_Code = tuple[str, int, int]  # kind, numbers in a row, numbers per scale (0: no scales)
+
+def group_slots(ids: int, map: _Map, first: int, group_size: int, num_groups: int) -> list[int]: ...
+def shift_slots(map: _Map, first: Sequence[int]) -> None: ...
+def scatter_rows(map: _Map, fields: Sequence[tuple[int, int]], targets: Sequence[Sequence[int]]) -> None: ...
+def copy_ranges(ranges: Sequence[tuple[int, int, int]]) -> None: ...
+def sum_rows(
+    out: int,
+    out_kind: str,
+    map: _Map,
+    tables: Sequence[int],
+    pitch: int,
+    code: _Code,
+    factors: int = 0,
+    ids: int = 0,
+) -> None: ...
+def quantize_rows(out: int, rows: int, num_rows: int, code: _Code) -> None: ...
+def row_bytes(code: _Code) -> int: ...
+def count_ids(ids: int, num_ids: int, first: int, num: int, counts: int) -> None: ...
 def describe_packet(packet: bytes) -> dict[str, Any]:
     """The packet that starts at these bytes: packet (its name), reason ("ok", or why it is malformed),
     num_dwords and the fields func, dst, src, nbytes, value, compare."""
@@ -214,6 +239,14 @@ class Fabric:
         """Sleep until the 64-bit word compares (unsigned); acquire; returns the value seen. With `peer`, that
         rank's leaving or death ends the wait; with -1 any rank's death, but nobody's leaving."""
 
+    def signal_all(self, where: Sequence[int], value: int) -> None:
+        """`signal` of each word, with "set"."""
+
+    def wait_all(
+        self, where: Sequence[int], value: int, peers: Sequence[int], timeout_s: float | None = None
+    ) -> list[int]:
+        """`wait` with ">=" for each word, the i-th written by peers[i], under one deadline."""
+
     def wake(self, rank: int) -> None:
         """Wake the sleepers of a rank after plain stores into its window."""
 
@@ -227,3 +260,117 @@ class Fabric:
     def close(self) -> None:
         """Stop the engines, mark this rank as left, let go of memory and descriptors. Twice is fine.
         Work that is still queued is dropped: call quiet() first where it matters."""
+
+# ---- the rocm target: HIP and the copy engines; libraries are opened at the first call ----
+
+Way = Literal["rocr", "hsakmt"]
+
+def rocm_device_count() -> int: ...
+def rocm_current_device() -> int: ...
+def rocm_set_device(ordinal: int) -> None: ...
+
+@final
+class RocmDevice:
+    """A GPU as one communicator uses it: its peers may be accessed, and its windows are known to packets."""
+
+    ordinal: int
+    bus_id: str
+    def __init__(self, ordinal: int) -> None: ...
+    def recommended_engines(self, way: Way, peer_bus_id: str) -> int:
+        """The driver's choice of copy engines for copies to that GPU, a bit each; 0 for itself."""
+
+    def write(self, to: int, bytes: bytes) -> None:
+        """Into device memory; done on return."""
+
+    def is_idle(self, stream: int) -> bool: ...
+    def is_capturing(self, stream: int) -> bool: ...
+    def write_value(self, stream: int, where: int, value: int) -> None:
+        """64 bits, in the order of the stream."""
+
+    def wait_value(self, stream: int, where: int, at_least: int) -> None: ...
+    def synchronize(self, stream: int) -> None: ...
+
+@final
+class RocmWords:
+    """Zeroed memory for words: "host" (the GPU reaches it), "uncached" (on the GPU), "signal" (8 bytes that a
+    stream can wait for). The buffer is the host's only for "host"."""
+
+    address: int
+    nbytes: int
+    def __init__(
+        self, device: RocmDevice, nbytes: int, place: Literal["host", "uncached", "signal"]
+    ) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class RocmWindow:
+    """All ranks' parts of a window in this process. Made with this rank's part mapped and zeroed; peers'
+    parts come with import_peers, and from then on packets may touch the window."""
+
+    base: int
+    stride: int
+    nbytes: int
+    rank: int
+    world_size: int
+    closed: bool
+    def __init__(
+        self, device: RocmDevice, rank: int, world_size: int, nbytes: int, uncached: bool
+    ) -> None: ...
+    def export_fd(self) -> int:
+        """A descriptor of this rank's part; the caller owns it."""
+
+    def import_peers(self, fds: Sequence[int]) -> None:
+        """In rank order; this rank's own is not looked at."""
+
+    def span(self, rank: int, offset_bytes: int, nbytes: int) -> Span:
+        """A view that keeps the mapping alive. Its buffer is the host's only on the software node."""
+
+    def close(self) -> None: ...
+
+@final
+class RocmProgram:
+    """Packets; the verbs of Program."""
+
+    num_packets: int
+    nbytes: int
+    def __init__(self, device: RocmDevice) -> None: ...
+    def put(self, dst: int, src: int, nbytes: int) -> None: ...
+    def put_2d(
+        self, dst: int, src: int, row_bytes: int, num_rows: int, dst_pitch: int, src_pitch: int
+    ) -> None: ...
+    def fill(self, dst: int, pattern: int, nbytes: int) -> None: ...
+    def signal(self, where: int, value: int, op: SignalOp = "set") -> None: ...
+    def wait(self, where: int, value: int, cmp: Comparison = ">=") -> None: ...
+    def timestamp(self, where: int) -> None: ...
+    def packets(self) -> bytes: ...
+
+@final
+class RocmQueue:
+    """An SDMA queue. One thread at a time; csrc/rocm/queue.h tells what its words are for."""
+
+    engine: int
+    ring: int
+    ring_bytes: int
+    read_pointer: int
+    write_pointer: int
+    doorbell: int
+    submitted_bytes: int
+    completed_bytes: int  # taken by the engine; landed is what a mark says
+    go: int
+    joined: int
+    fetched: int  # the word of the last fetch
+    def __init__(
+        self, device: RocmDevice, way: Way, engine: int, ring_bytes: int, for_kernels: bool
+    ) -> None: ...
+    def next_ticket(self) -> int: ...
+    def probe(self, scratch: int, timeout_s: float) -> None:
+        """Copy 64 bytes to `scratch` and back: inert_queue if they do not come."""
+
+    def submit(self, program: RocmProgram, ticket: int, timeout_s: float) -> None:
+        """With a ticket: once the word `go` has reached it. timeout (ring_space) if there is no room."""
+
+    def mark(self, timeout_s: float) -> int: ...
+    def reached(self, mark: int) -> bool: ...
+    def fetch(self, address: int, timeout_s: float) -> int: ...
+    def join(self, timeout_s: float) -> int:
+        """What the word `joined` will be once all that was submitted is done."""

@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from mori_shmem import steps, variables
 from mori_shmem.bootstrap import Place, find_place, register
 from mori_shmem.core import CoreError
 from mori_shmem.deadline import Deadline
-from mori_shmem.errors import ArgumentError, ClosedError, LayoutError, TransportInert
+from mori_shmem.errors import ArgumentError, ClosedError, LayoutError
 from mori_shmem.mesh import Mesh
 from mori_shmem.queue import CopyQueue
 from mori_shmem.rendezvous import meet
@@ -34,13 +35,19 @@ from mori_shmem.settings import Snapshot
 from mori_shmem.variables import BACKEND, ENGINES, QUEUES, TIMEOUT_S
 from mori_shmem.window import Ref, Window, check_ref, check_word
 from mori_shmem.wording import forked, queue_limit, worded
+from mori_shmem.words import Words
 
 if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger("mori_shmem")
-_TARGETS = {"host": "mori_shmem.targets.host", "cuda": "mori_shmem.targets.cuda"}
-_BACKENDS = ("auto", "host", "cuda", "rocm")
+_TARGETS = {
+    "host": "mori_shmem.targets.host",
+    "cuda": "mori_shmem.targets.cuda",
+    "rocm": "mori_shmem.targets.rocm",
+}
+_BACKENDS = ("auto", *_TARGETS)
+KINDS = ("data", "signals")
 _DRAIN_S = 1.0  # how long close() lets the queues finish what they hold
 
 
@@ -58,7 +65,7 @@ def init(
 ) -> Communicator:
     """Meet the other ranks; returns this rank's Communicator, owned by the caller. Collective.
 
-    backend      "host", "cuda"; "auto" is MORI_SHMEM_BACKEND, and without it what this machine has
+    backend      "host", "cuda", "rocm"; "auto" is MORI_SHMEM_BACKEND, and without it what this machine has
     rank, world_size, store, group
                  who the ranks are: nothing (torchrun's variables, or torch's default process group where
                  there is one), a process group, or all three of the others
@@ -89,10 +96,6 @@ def backend_of(backend: str, values: Snapshot | None = None) -> str:
 
 def _target(chosen: str) -> tuple[str, ModuleType]:
     """The target's name and module."""
-    if chosen not in _TARGETS:
-        raise TransportInert(
-            f"backend={chosen!r} is not part of this version of mori-shmem; it has: {', '.join(_TARGETS)}"
-        )
     return chosen, importlib.import_module(_TARGETS[chosen])
 
 
@@ -100,7 +103,9 @@ def _what_is_here() -> str:
     """The backend of this machine. Asking torch for GPUs does not touch them."""
     import torch
 
-    return "cuda" if torch.version.cuda and torch.cuda.is_available() else "host"
+    if not torch.cuda.is_available():
+        return "host"
+    return "rocm" if torch.version.hip else "cuda"
 
 
 def _checked_queues(max_queues: int | None, values: Snapshot) -> int:
@@ -181,15 +186,19 @@ class Communicator:
 
         return torch.device(self.target.device_of(self.core))
 
-    def alloc(self, nbytes: int) -> Window:
+    def alloc(self, nbytes: int, *, kind: str = "data") -> Window:
         """A zero-filled window of `nbytes` on every rank. Collective; a difference between ranks raises on
-        all."""
+        all.
+
+        kind  "data", or "signals" for a window of words that kernels poll: on AMD GPUs that is memory which
+              no cache holds. Elsewhere the two are the same.
+        """
         self.check_open()
         deadline = Deadline(self.timeout_s)
-        part, fault = self._create_part(nbytes)
+        part, fault = self._create_part(nbytes, kind)
         fds: list[int] = []
         try:
-            offers = self._mesh.exchange("alloc", (nbytes, fault), deadline, part.fds if part else [])
+            offers = self._mesh.exchange("alloc", (nbytes, kind, fault), deadline, part.fds if part else [])
             fds = [fd for offer in offers for fd in offer.fds]
             self._check_offers([offer.value for offer in offers])
             core = self._all_or_none(
@@ -205,20 +214,24 @@ class Communicator:
         self._windows.add(window)
         return window
 
-    def _create_part(self, nbytes: int) -> tuple[Any, str]:
+    def _create_part(self, nbytes: int, kind: str) -> tuple[Any, str]:
         """My part, or None and why there is none: the peers must hear of it, or they would wait for me."""
         if type(nbytes) is not int or nbytes < 1:
             return None, f"nbytes={nbytes!r}: a whole number of at least 1 is needed"
+        if kind not in KINDS:
+            return None, f"kind={kind!r} is not known; allowed: {', '.join(KINDS)}"
         try:
-            return self.target.create_part(self.core, nbytes), ""
+            return self.target.create_part(self.core, nbytes, kind), ""
         except CoreError as error:
             return None, str(worded(error, self, f"alloc({nbytes})"))
 
-    def _check_offers(self, offers: list[tuple[int, str]]) -> None:
-        faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(offers) if fault]
+    def _check_offers(self, offers: list[tuple[int, str, str]]) -> None:
+        faults = [f"rank {rank}: {fault}" for rank, (_, _, fault) in enumerate(offers) if fault]
         if faults:
             raise LayoutError("alloc failed on " + "; ".join(faults))
-        sizes = [nbytes for nbytes, _ in offers]
+        if len(set(kinds := [kind for _, kind, _ in offers])) > 1:
+            raise LayoutError(f"alloc kinds differ: {', '.join(kinds)}, in rank order")
+        sizes = [nbytes for nbytes, _, _ in offers]
         if len(set(sizes)) > 1:
             usual = max(sizes, key=sizes.count)
             odd = "; ".join(f"rank {rank} asked for {n} bytes" for rank, n in enumerate(sizes) if n != usual)
@@ -329,6 +342,10 @@ class Communicator:
             return seen
         except CoreError as error:
             raise worded(error, self, f"wait for {what}" if what else "wait") from None
+
+    def words(self, refs: Sequence[Ref], peers: Sequence[int]) -> Words:
+        """Signals of one purpose, checked once, to be set and awaited together; `peers[i]` writes refs[i]."""
+        return Words(self, refs, peers)
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait for all ranks. What a rank stored before is visible to all after."""

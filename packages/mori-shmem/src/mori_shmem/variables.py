@@ -59,3 +59,11 @@ RING_BYTES = TABLE.add(
         doc="size of a copy queue's packet ring in bytes",
     )
 )
+SDMA = TABLE.add(
+    Setting(
+        "MORI_SHMEM_SDMA",
+        "auto",
+        choices=("auto", "rocr", "hsakmt"),
+        doc="how copy queues are asked for on AMD GPUs; auto tries rocr, then hsakmt",
+    )
+)

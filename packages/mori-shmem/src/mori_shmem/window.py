@@ -112,11 +112,10 @@ class Window:
         self.addresses: tuple[int, ...] = comm.target.addresses_of(
             core
         )  # of each rank's part, in this process
-        self._parts = [Part(self, rank) for rank in range(core.world_size)]
 
     def tensor(self, shape: Sequence[int] | int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
         """A tensor over my part."""
-        return self._parts[self.handle.rank].tensor(shape, dtype, offset_bytes)
+        return Part(self, self.handle.rank).tensor(shape, dtype, offset_bytes)
 
     def peer(self, rank: int) -> Part:
         """The part of a rank (mine, too)."""
@@ -124,7 +123,7 @@ class Window:
             raise ArgumentError(
                 f"peer {rank!r}: ranks of this communicator are 0..{self.handle.world_size - 1}"
             )
-        return self._parts[rank]
+        return Part(self, rank)
 
     def at(self, offset_bytes: int, peer: int | None = None) -> Ref:
         """An address in my part, or in the peer's."""

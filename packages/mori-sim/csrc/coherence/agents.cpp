@@ -29,6 +29,13 @@ void StrictChecker::agent_observed(const std::string& name, int device, uint64_t
   if (!any) actors_[id].clock.join(actors_[agent("host", device)].clock);  // the host must have written it
 }
 
+void StrictChecker::agent_polled(const std::string& name, int device, uint64_t addr, uint64_t nbytes) {
+  const uint32_t id = agent(name, device);
+  each_record(addr, nbytes, [&](Record& r) {
+    if (r.released) actors_[id].clock.join(*r.released);
+  });
+}
+
 void StrictChecker::agent_reads(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) {
   const uint32_t id = agent(name, device);
   const bool host = name.compare(0, 4, "host") == 0;
@@ -45,7 +52,7 @@ void StrictChecker::agent_reads(const std::string& name, int device, uint64_t ad
     if (why.empty()) return;
     report_agent(ring ? "e" : "a", name, device, what, addr, r, why);
   });
-  if (!host) note_engine_read(id, addr, nbytes);
+  if (!host && what != kPossibleFetch) note_engine_read(id, addr, nbytes);
 }
 
 void StrictChecker::agent_writes(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) {

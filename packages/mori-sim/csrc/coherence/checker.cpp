@@ -16,7 +16,7 @@
 //
 // Rules in reports: a  CU stores, copy engine reads        b  copy engine writes, CU reads
 //                   c  CU stores, another CU reads: the writer's side      d  ... the reader's side
-//                   e  ring and pointers: what an engine fetches as packets  wait  a result used before s_waitcnt
+//                   e  ring, pointers and doorbell: what an engine is told and fetches  wait  a result used before s_waitcnt
 //                   order  a store overwrites what another wave or a copy engine reads, unordered
 //                   scope  an access whose scope cannot reach where it is needed
 //                   lds  waves of a workgroup race in LDS (lds_order.hpp)

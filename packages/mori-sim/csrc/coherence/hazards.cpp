@@ -36,7 +36,7 @@ void memory(const Op& op, RegisterUse* u) {
   const bool atomic = has(n, "atomic"), store = has(n, "store");
   switch (op.info->format) {
     case Format::smem:
-      add(&u->reads, op.srsrc, has(n, "buffer") ? 4 : 2);
+      if (!has(n, "time")) add(&u->reads, op.srsrc, has(n, "buffer") ? 4 : 2);  // clocks are read from no address
       if (op.soffset_en) add(&u->reads, op.soffset, 1);
       add(&u->writes, op.dst, has(n, "time") ? 2 : data);
       return;

@@ -66,18 +66,21 @@ void StrictChecker::note_readers(Wave& w, StrictWave& s, uint64_t pc, uint32_t c
     if (t.kind != MemoryKind::uncached && t.kind != MemoryKind::host) note_reader(t.line, {s.actor, clock, t.bytes, w.code, pc});
 }
 
+// Of a wave, the newest read counts for all bytes of the line that it has read. An engine fetches the packets of a line
+// one by one, and the place of the first may be given back while the last is being read: each keeps its own time.
 void StrictChecker::note_reader(uint64_t line, const Reader& reader) {
   auto& v = lines_.at(line).readers;
-  for (Reader& r : v) {
-    if (r.actor != reader.actor) continue;
-    ByteMask both = r.bytes;
-    both.add(reader.bytes);
-    r = reader;
-    r.bytes = both;
-    return;
+  Reader newest = reader;
+  for (size_t i = 0; i < v.size();) {
+    if (v[i].actor == reader.actor) {
+      if (reader.code) newest.bytes.add(v[i].bytes), v[i].bytes = {};
+      else v[i].bytes.drop(reader.bytes);
+    }
+    if (v[i].bytes.empty()) v.erase(v.begin() + static_cast<long>(i));
+    else ++i;
   }
   if (v.size() >= kReaders) v.erase(v.begin());
-  v.push_back(reader);
+  v.push_back(newest);
 }
 
 // What an engine has read must not be overwritten before its signal was seen.

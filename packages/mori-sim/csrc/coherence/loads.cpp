@@ -19,7 +19,11 @@ void StrictChecker::read_line(Wave& w, StrictWave& s, uint64_t pc, const Touched
     // Written before this wave's kernel started, or by a kernel whose end it knows of: clean caches, clean memory.
     const bool ended = knows_ended(s.known, r.actor) && end_publishes(r);
     if (ended && knows_ended(s.system_fresh, r.actor)) continue;
-    if (coherent || uncached) check_memory_read(w, s, pc, t, r, ended, scope, atomic);
+    if (uncached && !coherent && !ended && !knows(s.known, r.actor, r.clock))
+      finding(actors_[r.actor].wave ? "d" : "b", w, pc, t.line * kLine, r,
+              "a plain load of uncached memory, and nothing orders the store before it: the flag was not waited for, or was sent before the "
+              "store was complete (a flag itself needs an atomic load)");
+    else if (coherent || uncached) check_memory_read(w, s, pc, t, r, ended, scope, atomic);
     else check_cached_read(w, s, pc, t, r, ended);
   }
 }

@@ -23,6 +23,7 @@ void StrictChecker::write_lines(Wave& w, StrictWave& s, uint64_t pc, Scope scope
   for (const Touched& t : touched_) {
     const bool uncached = t.kind == MemoryKind::uncached || t.kind == MemoryKind::host;
     check_readers(w, s, pc, t);
+    check_engine_pointer(w, s, pc, t);
     r.home = static_cast<int16_t>(t.kind == MemoryKind::local ? me.device : t.home);
     r.bytes = t.bytes;
     r.in_memory = atomic || uncached || scope == Scope::system || (scope == Scope::agent && t.kind == MemoryKind::local);
@@ -100,6 +101,20 @@ void StrictChecker::check_readers(Wave& w, StrictWave& s, uint64_t pc, const Tou
     if (r.bytes.empty()) v.erase(v.begin() + static_cast<long>(i));
     else ++i;
   }
+}
+
+// A doorbell or write pointer that one wave after the other stores to: had the last one's store not arrived yet, it would
+// land on top of this one, and the engine would be told of less than it had been told before.
+void StrictChecker::check_engine_pointer(Wave& w, StrictWave& s, uint64_t pc, const Touched& t) {
+  const auto first = engine_pointers_.lower_bound(t.line * kLine);
+  if (first == engine_pointers_.end() || *first >= (t.line + 1) * kLine) return;
+  const Line* line = lines_.find(t.line);
+  if (!line) return;
+  for (const Record& r : line->records)
+    if (r.bytes.meets(t.bytes) && r.actor != s.actor && actors_[r.actor].wave && !knows(s.known, r.actor, r.clock))
+      finding("e", w, pc, t.line * kLine, r,
+              "tells an engine how far its ring is filled, as the other wave did before, and nothing says that its store has "
+              "arrived (s_waitcnt vmcnt(0) before it passed the turn on): the pointer may go back");
 }
 
 }  // namespace mori_sim::strict

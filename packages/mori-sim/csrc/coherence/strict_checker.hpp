@@ -47,6 +47,8 @@ class StrictChecker final : public Checker {
   void scalar_access(Wave& w, const Op& op, uint64_t addr, unsigned nbytes) override;
   void lds_access(Wave& w, const Op& op, LdsUse use, unsigned nbytes) override;
   void agent_observed(const std::string& name, int device, uint64_t addr, uint64_t nbytes) override;
+  void agent_polled(const std::string& name, int device, uint64_t addr, uint64_t nbytes) override;
+  void engine_pointer(uint64_t addr) override { engine_pointers_.insert(addr); }
   void agent_reads(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) override;
   void agent_writes(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) override;
   void agent_joined(const std::string& name, DispatchId finished) override;
@@ -107,6 +109,7 @@ class StrictChecker final : public Checker {
   void write_lines(Wave& w, StrictWave& s, uint64_t pc, Scope scope, bool atomic, uint32_t clock, const VectorAccess& a);
   void flag_to_peer(Wave& w, StrictWave& s, uint64_t pc, const Touched& t);
   void check_readers(Wave& w, StrictWave& s, uint64_t pc, const Touched& t);
+  void check_engine_pointer(Wave& w, StrictWave& s, uint64_t pc, const Touched& t);
 
   // ---- publishing.cpp
   void write_back(Wave& w, StrictWave& s, const Op& op);
@@ -137,6 +140,7 @@ class StrictChecker final : public Checker {
   std::unordered_map<DispatchId, uint64_t> ended_at_;
   std::map<std::pair<int, unsigned>, std::vector<WriteBack>> write_backs_;
   LineTable<Line> lines_;
+  std::set<uint64_t> engine_pointers_;  // and write pointers: the words that tell engines how far a ring is filled
   std::unordered_map<int, std::set<uint64_t>> to_peer_;  // lines with plain stores to that device
   std::unordered_map<uint64_t, uint64_t> signals_;  // last value seen of words that other processes write
   std::set<std::pair<std::string, std::pair<uint64_t, uint64_t>>> seen_;

@@ -88,6 +88,12 @@ const std::vector<Report>& Machine::reports() const {
 void Machine::clear_reports() {
   if (impl_->checker) impl_->checker->reports.clear();
 }
+void Machine::engine_pointer(uint64_t addr) {
+  if (impl_->checker) impl_->checker->engine_pointer(addr);
+}
+void Machine::agent_polled(const std::string& a, int d, uint64_t addr, uint64_t n) {
+  if (impl_->checker) impl_->checker->agent_polled(a, d, addr, n);
+}
 void Machine::agent_observed(const std::string& a, int d, uint64_t addr, uint64_t n) {
   if (impl_->checker) impl_->checker->agent_observed(a, d, addr, n);
 }

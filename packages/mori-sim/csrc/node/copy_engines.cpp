@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdio>
 
+#include "coherence/checker.hpp"
 #include "node/device.hpp"
 #include "node/node.hpp"
 #include "node/packets.hpp"
@@ -86,6 +87,7 @@ CopyQueue* CopyEngines::create(int device, int engine, bool xgmi, uint64_t ring,
   queue->device = device;
   queue->engine = engine;
   queue->name = "sdma engine " + std::to_string(engine) + " of device " + std::to_string(device) + ", queue " + std::to_string(queue->id);
+  queue->ahead = queue->name + " (at its write pointer)";
   queue->words = node_.memory.allocate(4096, kHostMemory, true, RangeKind::host);
   uint64_t& doorbells = doorbell_pages_[device];
   if (doorbells == 0) doorbells = node_.memory.allocate(kDoorbellPageBytes, kHostMemory, true, RangeKind::host);
@@ -96,6 +98,8 @@ CopyQueue* CopyEngines::create(int device, int engine, bool xgmi, uint64_t ring,
   queue->error = reinterpret_cast<int64_t*>(queue->words + 128);
   queue->ring.doorbell = reinterpret_cast<uint64_t*>(doorbells) + (queue->id % kMaxQueues);
   *queue->ring.doorbell = 0;
+  node_.engine_pointer(reinterpret_cast<uint64_t>(queue->ring.doorbell));
+  node_.engine_pointer(reinterpret_cast<uint64_t>(queue->ring.wptr));
   queues_.push_back(std::move(queue));
   if (!thread_.joinable()) {
     random_state_ = node_.settings.machine.seed * 2 + 1 + static_cast<uint64_t>(device);
@@ -176,7 +180,18 @@ bool CopyEngines::serve(CopyQueue& queue) {
   const uint64_t doorbell = __atomic_load_n(queue.ring.doorbell, __ATOMIC_ACQUIRE);
   if (doorbell != queue.seen_doorbell) {
     queue.seen_doorbell = doorbell;
+    const auto waves_held = node_.hold_waves();
+    const uint64_t pointer = reinterpret_cast<uint64_t>(queue.ring.wptr);
+    const uint64_t written = __atomic_load_n(queue.ring.wptr, __ATOMIC_ACQUIRE);
     node_.observed(queue.name, queue.device, reinterpret_cast<uint64_t>(queue.ring.doorbell), 8);
+    node_.observed(queue.ahead, queue.device, pointer, 8);
+    // A pointer above the doorbell is another wave's, which has not rung yet: this doorbell says nothing of it.
+    if (written == doorbell) node_.reads(queue.name, queue.device, pointer, 8, kPossibleFetch);
+    if (written < doorbell) {
+      bad.reason = MORI_SDMA_BAD_POINTER;
+      fault(queue, bad);
+      return false;
+    }
   }
   mori_sdma_packet packet{};
   if (const mori_sdma_reason reason = packets.decode(dwords, available, flags, &packet); reason != MORI_SDMA_OK) {
@@ -187,6 +202,7 @@ bool CopyEngines::serve(CopyQueue& queue) {
   }
   if (!drawn_delay_has_passed(queue)) return false;
   node_.reads(queue.name, queue.device, reinterpret_cast<uint64_t>(dwords), uint64_t{packet.num_dwords} * 4, "packet fetch");
+  node_.reads(queue.ahead, queue.device, reinterpret_cast<uint64_t>(dwords), uint64_t{packet.num_dwords} * 4, kPossibleFetch);
   if (packet.op == MORI_SDMA_COPY && node_.settings.lazy_copies) {
     queue.landing.push_back(packet);
     if (queue.landing.size() > kMostLanding) land(queue, kMostLanding / 2);
@@ -194,6 +210,7 @@ bool CopyEngines::serve(CopyQueue& queue) {
     if (packet.op != MORI_SDMA_NOP) land(queue, 0);
     if (!run(queue, packet, dwords, available)) return false;
   }
+  const auto waves_held = node_.hold_waves();
   packets.ring_retire(&queue.ring, packet.num_dwords);
   node_.writes(queue.name, queue.device, reinterpret_cast<uint64_t>(queue.ring.rptr), 8, "read pointer");
   return true;
@@ -215,8 +232,12 @@ bool CopyEngines::run(CopyQueue& queue, const mori_sdma_packet& packet, const ui
   Access access{node_, queue, node_.settings.machine.strict ? packets.op_name(packet.op, packet.sub_op) : ""};
   const mori_sdma_memory memory{&access, resolve, written, nullptr, nullptr};
   mori_sdma_fault bad{};
+  const auto waves_held = node_.hold_waves();
   const int outcome = packets.execute(&packet, &memory, &bad);
-  if (outcome == MORI_SDMA_DONE) return true;
+  if (outcome == MORI_SDMA_DONE) {
+    if (packet.op == MORI_SDMA_POLL) node_.polled(queue.name, queue.device, packet.dst, 4);
+    return true;
+  }
   if (outcome == MORI_SDMA_FAULT) {
     if (dwords != nullptr) packets.fault_dwords(&bad, dwords, available);
     fault(queue, bad);

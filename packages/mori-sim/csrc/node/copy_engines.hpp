@@ -1,7 +1,8 @@
 // The copy engines of this process's devices: user-mode queues, and the one thread that serves them.
 //
 // A queue is a ring of packets plus three words: doorbell (written last by the producer, polled here), write pointer
-// (must agree by then) and read pointer (moved here). The thread goes round its queues and takes one packet of each.
+// (must have got as far by then) and read pointer (moved here). On hardware a queue that is mapped in anew looks at its write
+// pointer, without a doorbell; so in strict mode the packets have to be there when the write pointer is. The thread goes round its queues and takes one packet of each.
 //
 // Two packets of one queue may overlap on hardware unless a FENCE or ATOMIC stands between them. With lazy copies the
 // engine makes use of that: COPY packets are noted, the read pointer moves on, and the bytes land later and in any
@@ -25,6 +26,7 @@ struct CopyQueue {
   uint64_t id = 0;
   int device = 0, engine = 0;
   std::string name;
+  std::string ahead;                      // the same queue where it looks at the write pointer without a doorbell
   mori_sdma_ring ring{};
   uint64_t words = 0;                     // the page with read and write pointer
   int64_t* error = nullptr;               // the queue's error word

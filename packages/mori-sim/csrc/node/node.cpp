@@ -142,9 +142,23 @@ size_t Node::num_reports() {
 
 CopyEngines& Node::copy_engines() { return *copy_engines_; }
 
+std::unique_lock<std::recursive_mutex> Node::hold_waves() {
+  return settings.machine.strict ? std::unique_lock(machine_mutex_) : std::unique_lock<std::recursive_mutex>();
+}
+void Node::engine_pointer(uint64_t address) {
+  if (!settings.machine.strict) return;
+  std::lock_guard lock(machine_mutex_);
+  machine_->engine_pointer(address);
+}
+void Node::polled(const std::string& agent, int device, uint64_t address, uint64_t nbytes) {
+  if (!settings.machine.strict) return;
+  std::lock_guard lock(machine_mutex_);
+  machine_->agent_polled(agent, device, address, nbytes);
+}
 void Node::observed(const std::string& agent, int device, uint64_t address, uint64_t nbytes) {
   if (!settings.machine.strict) return;
   std::lock_guard lock(machine_mutex_);
+  if (newest_finished_ != 0) machine_->agent_joined("host", newest_finished_);  // who rang, if no wave did
   machine_->agent_observed(agent, device, address, nbytes);
 }
 void Node::reads(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what) {
@@ -157,6 +171,7 @@ void Node::reads(const std::string& agent, int device, uint64_t address, uint64_
 void Node::writes(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what) {
   if (!settings.machine.strict) return;
   std::lock_guard lock(machine_mutex_);
+  if (agent == "host" && newest_finished_ != 0) machine_->agent_joined("host", newest_finished_);
   machine_->agent_writes(agent, device, address, nbytes, what);
   collect_reports();
 }

@@ -126,9 +126,14 @@ class Node {
 
   CopyEngines& copy_engines();
   // Strict mode: what a copy engine or the host read and wrote, told to the checker.
+  void engine_pointer(uint64_t address);
+  void polled(const std::string& agent, int device, uint64_t address, uint64_t nbytes);
   void observed(const std::string& agent, int device, uint64_t address, uint64_t nbytes);
   void reads(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what);
   void writes(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what);
+  // Strict mode: no wave runs while this is held. A word that waves poll changes under it, together with what the
+  // checker is told of it: a wave that saw the value before the checker knew of it would be blamed for nothing.
+  std::unique_lock<std::recursive_mutex> hold_waves();
 
  private:
   Node();
@@ -153,7 +158,8 @@ class Node {
 
   std::vector<int> visible_;
   std::unique_ptr<Machine> machine_;
-  std::mutex machine_mutex_, queue_mutex_;
+  std::recursive_mutex machine_mutex_;
+  std::mutex queue_mutex_;
   std::condition_variable work_, done_;
   std::vector<std::unique_ptr<Stream>> streams_;
   std::map<int, Stream*> null_streams_;

@@ -53,6 +53,7 @@ Settings read_settings() {
   s.machine.xcd_seed = whole("MORI_SIM_XCD_SEED", 0, 0, UINT64_MAX);
   s.machine.delayed_rank = static_cast<int>(whole("MORI_SIM_DELAY_RANK", 0, 0, 1023));
   s.machine.slice = static_cast<unsigned>(whole("MORI_SIM_SLICE", s.machine.slice, 1, 1u << 24));
+  s.machine.max_reports = static_cast<unsigned>(whole("MORI_SIM_MAX_REPORTS", s.machine.max_reports, 1, 1u << 20));
   s.machine.mfma_order = static_cast<Options::MfmaOrder>(choice("MORI_SIM_MFMA_ORDER", 0, {"exact", "sequential", "blocked"}));
   s.machine.end_of_kernel_publishes = choice("MORI_SIM_KERNEL_END", 0, {"system", "agent"}) == 0;
   s.machine.fp8_saturates = choice("MORI_SIM_FP8_SATURATES", 0, {"0", "1"}) == 1;

@@ -33,6 +33,9 @@ VARIABLES = (
     ),
     Variable("MORI_SIM_SLICE", "2048", "1 to 2^24", "wave instructions of one turn"),
     Variable(
+        "MORI_SIM_MAX_REPORTS", "64", "1 to 2^20", "broken rules that a process reports before it is silent"
+    ),
+    Variable(
         "MORI_SIM_REPORT", "", "a path", "JSON lines are appended to it: faults, coherence reports, counters"
     ),
     Variable("MORI_SIM_SAVE_CODE", "", "a folder", "every code object that is loaded is copied there"),

@@ -94,5 +94,15 @@ def doorbell_backwards(_):
     print("returned", hip.library.hipPeekAtLastError(), flush=True)
 
 
+def doorbell_ahead(_):
+    """The doorbell tells of packets, and the write pointer does not."""
+    hip.open_kmt()
+    queue = hip.SdmaQueue(0, 2)
+    queue.put([0] * 8)
+    queue.resource.doorbell[0] = queue.written
+    time.sleep(0.2)
+    print("returned", hip.library.hipPeekAtLastError(), flush=True)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](Path(sys.argv[2]) if len(sys.argv) > 2 else None)

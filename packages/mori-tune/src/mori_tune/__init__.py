@@ -16,7 +16,19 @@ from mori_tune.errors import (
     TuneError,
     WrongOutput,
 )
-from mori_tune.rules import EP_COMBINE, EP_DISPATCH, GEMM_AR, Decision, Format, Query, agree, lookup
+from mori_tune.rules import (
+    EP_COMBINE,
+    EP_DISPATCH,
+    GEMM_AR,
+    Book,
+    Decision,
+    Format,
+    Query,
+    agree,
+    agreed_book,
+    book_for,
+    lookup,
+)
 from mori_tune.spaces import Candidate, Constraint, Hardware, Parameter, Space, hardware_of, split_workers
 from mori_tune.spaces.ep import ep_space
 from mori_tune.spaces.gemm_ar import GemmArShape, gemm_ar_space
@@ -28,6 +40,7 @@ __all__ = [
     "EP_COMBINE",
     "EP_DISPATCH",
     "GEMM_AR",
+    "Book",
     "Candidate",
     "Constraint",
     "Decision",
@@ -53,6 +66,8 @@ __all__ = [
     "TuneError",
     "WrongOutput",
     "agree",
+    "agreed_book",
+    "book_for",
     "ep_space",
     "gemm_ar_space",
     "hardware_of",

@@ -17,6 +17,7 @@ from mori_tune.commands.options import (
     add_shape_options,
     as_setting,
     device_option,
+    positive,
 )
 from mori_tune.commands.run import run
 from mori_tune.commands.verify import verify
@@ -48,6 +49,13 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     run_options(made["run"])
     for name in ("verify", "show", "explain"):
         made[name].add_argument("--file", metavar="FILE", help="look at these rules only, a file or a folder")
+    made["verify"].add_argument(
+        "--in-turns",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="also time each rule beside the op's default, N visits each in turns",
+    )
     made["show"].add_argument("--op", help="which op's rules")
     made["show"].add_argument("--settings", action="store_true", help="every environment variable in effect")
     made["explain"].add_argument(

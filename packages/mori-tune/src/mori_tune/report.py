@@ -103,6 +103,9 @@ def conclusion(tuned: Tuned, phase: str) -> str:
         gain = 1 - fastest.average_us / winner.average_us
         asked = f"the margin asks for more than {tuned.how.margin:.1%}"
         lines.append(f"kept, since the best other one gains {gain:.1%} over the default and {asked}")
+    elif winner.index == tuned.default and winner.index != fastest.index:
+        other = f"{tuned.candidates[fastest.index]} ({fastest.average_us:.2f} us)"
+        lines.append(f"tie within noise with {other}: the present default stays")
     elif winner.index != fastest.index:
         other = f"{tuned.candidates[fastest.index]} ({fastest.average_us:.2f} us)"
         lines.append(f"tie within noise with {other}: the smaller grid is taken")

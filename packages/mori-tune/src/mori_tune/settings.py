@@ -169,6 +169,9 @@ def read(setting: Setting, environ: Mapping[str, str]) -> Effective:
 
 
 def warn_of_misspelt(environ: Mapping[str, str]) -> None:
+    """Said by a machine's first rank for all: they share their environment."""
+    if environ.get("LOCAL_RANK", "0") != "0":
+        return
     for name in sorted(environ):
         if name.startswith("MORI_") and name not in SETTINGS:
             close = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.9)

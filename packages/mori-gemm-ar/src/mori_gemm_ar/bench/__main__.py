@@ -5,6 +5,8 @@ turns.
     mori-gemm-ar-bench --mode fused-sdma -m 4096 -n 7168 -k 2048 --gather-dtype fp8
     mori-gemm-ar-bench --compare unfused                beside a separate GEMM and gloo's all-reduce
     mori-gemm-ar-bench accuracy                         what fp8 costs, by scale granularity and by wire
+    mori-gemm-ar-bench table headline                   published figures beside those measured here; also
+                                                        phases, pull-grid, granularity, negative
     torchrun --nproc_per_node=8 -m mori_gemm_ar.bench   with ranks that somebody else starts
 
 The last line is `validated`, and the exit status 0, only if every case was compared with the reference in
@@ -16,13 +18,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mori_bench
 from mori_bench import add_common_options
 from mori_shmem.errors import MoriError
 
-from mori_gemm_ar.bench.cases import Case, add_options, cases_from
+from mori_gemm_ar.bench.cases import DEFAULT_SHAPE, Case, add_options, cases_from
+from mori_gemm_ar.bench.published import TABLES
 from mori_gemm_ar.support import check_sizes
 
 DEFAULT_WORLD_SIZE = 8
@@ -33,7 +36,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "mori-gemm-ar-bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("command", nargs="?", choices=("run", "accuracy"), default="run", help="default: run")
+    commands = ("run", "accuracy", "table")
+    made.add_argument("command", nargs="?", choices=commands, default="run", help="default: run")
+    made.add_argument("table", nargs="?", choices=TABLES, help="of `table`: which one")
+    made.set_defaults(time_phases=False)
     add_common_options(made, reps=5, warmup=1)
     add_options(made)
     return made
@@ -43,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
     made = parser()
     args = made.parse_args(argv)
+    if (args.command == "table") != (args.table is not None):
+        made.error(f"`table` takes one of {', '.join(TABLES)}, and nothing else does")
+    if args.command == "table":
+        return _table(made, args)
+    for name, size in DEFAULT_SHAPE.items():
+        setattr(args, name, size if getattr(args, name) is None else getattr(args, name))
     if args.command == "accuracy":
         from mori_gemm_ar.bench.accuracy import print_accuracy
 
@@ -61,16 +73,45 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     except (MoriError, ValueError) as refusal:
         made.error(str(refusal))
+    return _on_ranks(rank_main, world_size, args, cases)
+
+
+def _table(made: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """One of the published tables."""
+    from mori_gemm_ar.bench.tables import print_granularity
+
+    if args.table == "granularity":
+        print_granularity(args)
+        return 0
     try:
-        return _run(args, cases, world_size)
-    except KeyboardInterrupt:
-        print("interrupted; the ranks have been ended", file=sys.stderr)
-        return 130
-    except MoriError as failure:
-        print(f"mori-gemm-ar-bench: {type(failure).__name__}: {failure}", file=sys.stderr)
-        for note in getattr(failure, "__notes__", ()):
-            print(note, file=sys.stderr)
-        return 2
+        world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
+        args.backend = backend_for(args.backend, world_size)
+        check_sizes(args.backend, args.n or 256, args.k or 256, max(1, args.m or 1))
+    except (MoriError, ValueError) as refusal:
+        made.error(str(refusal))
+    return _on_ranks(table_main, world_size, args)
+
+
+def table_main(args: argparse.Namespace) -> int:
+    """One rank's exit status; rank 0 prints."""
+    import torch.distributed as dist
+
+    from mori_gemm_ar.bench.run import run
+    from mori_gemm_ar.bench.tables import measured_arguments, print_table
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")  # one for all runs: a store is good for one
+    done, rank = [], 0
+    for run_args, cases in measured_arguments(args):
+        found, rank = run(run_args, cases)
+        done.append((run_args, found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    right = all(measured.validated for _, found in done for measured in found.measured)
+    if rank == 0:
+        print_table(args, done)
+        print("validated" if right else "NOT VALIDATED: see the rows above", flush=True)
+    return 0 if right else 1
 
 
 def backend_for(asked: str, world_size: int) -> str:
@@ -85,13 +126,22 @@ def backend_for(asked: str, world_size: int) -> str:
     return found if enough else "host"
 
 
-def _run(args: argparse.Namespace, cases: list[Case], world_size: int) -> int:
-    """In this process if it is a rank already, else in ranks of its own."""
-    if mori_bench.launched() is not None:
-        return rank_main(args, cases)
-    from mori_shmem import run_ranks
+def _on_ranks(main: Callable[..., int], world_size: int, *args: object) -> int:
+    """The exit status of ranks: of this process if it is a rank already, else of ranks of its own."""
+    try:
+        if mori_bench.launched() is not None:
+            return main(*args)
+        from mori_shmem import run_ranks
 
-    return max(run_ranks(rank_main, world_size, args, cases))
+        return max(run_ranks(main, world_size, *args))
+    except KeyboardInterrupt:
+        print("interrupted; the ranks have been ended", file=sys.stderr)
+        return 130
+    except MoriError as failure:
+        print(f"mori-gemm-ar-bench: {type(failure).__name__}: {failure}", file=sys.stderr)
+        for note in getattr(failure, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 2
 
 
 def rank_main(args: argparse.Namespace, cases: list[Case]) -> int:

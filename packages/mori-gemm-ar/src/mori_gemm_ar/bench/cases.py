@@ -15,6 +15,7 @@ from mori_shmem.errors import ArgumentError
 
 from mori_gemm_ar.options import (
     GATHER_DTYPES,
+    GATHER_SCALES,
     GATHER_TRANSPORTS,
     MODES,
     PUBLISH,
@@ -33,7 +34,9 @@ WIRE_OPTIONS = (
     "gather_bands",
     "publish",
     "pull_blocks",
+    "gather_scale",
 )
+DEFAULT_SHAPE = {"m": 1024, "n": 1536, "k": 768}
 FP8_MODE = "fused-sdma"  # the one whose fp8 wires `all` shows without being asked
 
 
@@ -43,10 +46,13 @@ class Case:
 
     given: dict[str, Any]
     options: Options
+    name: str = ""  # of a line in a table, where mode and wire do not tell cases apart
 
     @property
     def label(self) -> str:
         """Short, and different for every case of a run."""
+        if self.name:
+            return self.name
         return self.options.mode if not self.options.communicates else f"{self.options.mode} {self.wire}"
 
     @property
@@ -62,13 +68,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is measured")
     group.add_argument("--mode", choices=(*MODES, "all"), default="all", help="default: %(default)s")
     group.add_argument("--quant", choices=QUANTS, default="blockscale", help="default: %(default)s")
-    for letter, default, what in (("m", 1024, "rows"), ("n", 1536, "columns"), ("k", 768, "k of each rank")):
+    for letter, what in (("m", "rows"), ("n", "columns"), ("k", "k of each rank")):
         group.add_argument(
             f"-{letter}",
             type=int,
-            default=default,
             metavar=letter.upper(),
-            help=f"{what} (default: {default})",
+            help=f"{what} (default: {DEFAULT_SHAPE[letter]}; of a table: the published one)",
         )
     group.add_argument("--gather-dtype", choices=GATHER_DTYPES, help="the wire of finished rows")
     group.add_argument("--gather-transport", choices=GATHER_TRANSPORTS, help="who moves finished rows")
@@ -79,6 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--fuse-reduce-push", action=flag, help="push finished rows from inside the reduce")
     group.add_argument("--gather-bands", type=int, metavar="N", help="in so many parts")
     group.add_argument("--publish", choices=PUBLISH, help="how a part is handed to the copy engines")
+    group.add_argument("--gather-scale", choices=GATHER_SCALES, help="what a scale of the fp8 wire covers")
     group.add_argument("--pull-blocks", type=int, metavar="N", help="pieces that a pull is cut into")
     group.add_argument(
         "--compare",
@@ -101,6 +107,11 @@ def cases_from(args: argparse.Namespace) -> list[Case]:
             fp8 = {**given, "gather_dtype": "fp8", "gather_transport": transport}
             cases.append(_case(FP8_MODE, args.quant, _fitting(FP8_MODE, args.quant, fp8)))
     return cases
+
+
+def named_case(name: str, quant: str, given: dict[str, Any]) -> Case:
+    """One line of a table; `given` are options of the op, its mode among them."""
+    return Case({"quant": quant, **given}, resolve(quant=quant, **given), name)
 
 
 def _case(mode: str, quant: str, given: dict[str, Any]) -> Case:

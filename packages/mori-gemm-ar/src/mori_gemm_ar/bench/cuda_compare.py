@@ -1,30 +1,47 @@
-"""The op beside what one would pick instead, in one run on NVIDIA GPUs:
+"""The op beside what one would pick instead, on NVIDIA GPUs:
 
     tools/gpu_run python -m torch.distributed.run --nproc_per_node=2 -m mori_gemm_ar.bench.cuda_compare
 
-How it measures: each row is a CUDA graph of 4 calls. Repetitions go over all rows in turn, forwards and
-backwards; ranks meet before each; a repetition's time is the slowest rank's, the first one is dropped, the
-median is printed with the least and the most. Data is random (zeros run faster). Each of our rows is compared
-with the library's product and all-reduce in fp32 before it is timed. `floor` is the wire at the rate at which
-SMs push to one peer, beside it what is reached of it.
+    table      (the default) every mode beside cuBLAS, NCCL and torch's symmetric memory, and the floor
+    crossover  from which M on fusing pays (cuda_crossover.py)
+    phases     where the time of a call goes, and how it depends on the grids (cuda_phases.py)
+    soak       thousands of calls of random size, each compared bit for bit (cuda_soak.py)
+    kernels    every kernel once at a small size, for compute-sanitizer (cuda_kernels.py)
+
+How it measures stands in cuda_measure.py. Each of our rows is compared with the library's product and
+all-reduce in fp32 before it is timed, and the exit status is 1 if one was off. `floor` is the wire at the
+rate at which SMs push to one peer, or the library's GEMM where that takes longer, beside it what is reached
+of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-from collections.abc import Callable
 
+import mori_bench
 import mori_shmem
 import torch
 import torch.distributed as dist
 
 from mori_gemm_ar import GemmAllReduce
+from mori_gemm_ar.bench.cuda_crossover import SIZES, crossover
+from mori_gemm_ar.bench.cuda_kernels import every_kernel
+from mori_gemm_ar.bench.cuda_measure import (
+    Calls,
+    Operands,
+    enqueue_us,
+    floor_us,
+    library_product,
+    make_operands,
+    time_rows,
+    unfused,
+    world_group,
+)
+from mori_gemm_ar.bench.cuda_phases import grids, phases
+from mori_gemm_ar.bench.cuda_soak import soak
 
-PUSH_GBPS = 355.0  # 2x H200, both directions: 132 SMs or 32, bulk or tensor stores, 345 to 356
-CALLS = 4
 WAYS = {
     "fused-lsa": {"mode": "fused-lsa"},
     "fused-lsa fp8": {"mode": "fused-lsa", "gather_dtype": "fp8"},
@@ -32,161 +49,160 @@ WAYS = {
     "fused-sdma fp8": {"mode": "fused-sdma", "gather_dtype": "fp8", "gather_transport": "sdma"},
     "split-lsa": {"mode": "split-lsa"},
     "split-sdma": {"mode": "split-sdma"},
+    "split-lsa fp8": {"mode": "split-lsa", "gather_dtype": "fp8", "fuse_quantize": True},
     "gemm-only": {"mode": "gemm-only"},
 }
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+BASE = "cuBLAS + NCCL"
 
 
-def make_operands(m: int, n: int, k: int, seed: int, device: torch.device) -> Operands:
-    """a, b, a_scale [k / 128, m], b_scale [n / 128, k / 128]: normal data, its rows of different size."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    a = torch.randn(m, k, device=device, generator=generator) * (
-        0.5 + torch.rand(m, 1, device=device, generator=generator)
-    )
-    b = torch.randn(n, k, device=device, generator=generator) * 0.05
-    a_blocks, b_blocks = a.view(m, k // 128, 128), b.view(n // 128, 128, k // 128, 128)
-    a_scale, b_scale = a_blocks.abs().amax(2) / 448, b_blocks.abs().amax((1, 3)) / 448
-    a_codes = (a_blocks / a_scale[..., None]).view(m, k).to(torch.float8_e4m3fn)
-    b_codes = (b_blocks / b_scale[:, None, :, None]).reshape(n, k).to(torch.float8_e4m3fn)
-    return a_codes, b_codes, a_scale.t().contiguous(), b_scale.contiguous()
-
-
-def library_product(operands: Operands) -> torch.Tensor:
-    a, b, a_scale, b_scale = operands
-    return torch._scaled_mm(a, b.t(), a_scale.t(), b_scale.t(), out_dtype=torch.bfloat16)
-
-
-def baselines(operands: Operands, group: str) -> dict[str, Callable[[], object]]:
-    """What torch offers. Its fused reduce-scatter takes no block scales, so it gets scales of rows."""
-    from torch.distributed import _symmetric_memory as symmetric
-
+def torch_fused(operands: Operands) -> Calls:
+    """torch's fused reduce-scatter and then an all-gather. It takes no block scales, so it gets scales of
+    rows."""
     a, b, a_scale, _ = operands
-    m, n = a.shape[0], b.shape[0]
-    shared = symmetric.empty(m, n, dtype=torch.bfloat16, device=a.device)
-    symmetric.rendezvous(shared, group)  # type: ignore[arg-type]
+    m, n, group = a.shape[0], b.shape[0], world_group()
     row_scale, column_scale = a_scale.t()[:, :1].contiguous(), torch.ones(1, n, device=a.device)
 
-    def nccl() -> None:
-        dist.all_reduce(library_product(operands))
-
-    def two_shot() -> None:
-        shared.copy_(library_product(operands))
-        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group)
-
-    def reduce_scatter() -> None:
+    def call() -> None:
         part = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
             *[a, b.t(), row_scale, column_scale, "sum", 0, 0, group, [m, n]], out_dtype=torch.bfloat16
         )
         dist.all_gather_into_tensor(torch.empty(m, n, dtype=torch.bfloat16, device=a.device), part)
 
-    return {
-        "cuBLAS": lambda: library_product(operands),
-        "cuBLAS + NCCL": nccl,
-        "cuBLAS + torch two-shot": two_shot,
-        "torch fused (row scales) + gather": reduce_scatter,
-    }
-
-
-def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def measure(
-    calls: dict[str, Callable[[], object]], reps: int, device: torch.device
-) -> dict[str, tuple[float, ...]]:
-    """(median, least, most) in us a call."""
-    graphs = {name: capture(call) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for rep in range(reps + 1):
-        for name in list(graphs) if rep % 2 else reversed(graphs):
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            dist.barrier()
-            torch.cuda.synchronize()
-            start.record()
-            graphs[name].replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3 / CALLS)
-    slowest = torch.tensor(list(times.values()), device=device, dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    rows = slowest[:, 1:].tolist()
-    return {n: (statistics.median(r), min(r), max(r)) for n, r in zip(times, rows, strict=True)}
-
-
-def _group() -> str:
-    world = dist.group.WORLD
-    assert world is not None
-    return str(world.group_name)
-
-
-def floor_us(m: int, n: int, num_ranks: int, fp8: bool) -> float:
-    slice_elements = m / num_ranks * n
-    gathered = slice_elements * (1 + 4 / 128 if fp8 else 2)
-    return (num_ranks - 1) * (2 * slice_elements + gathered) / PUSH_GBPS / 1e3
+    return {"torch fused (row scales) + gather": call}
 
 
 def compare(comm: mori_shmem.Communicator, m: int, n: int, k: int, reps: int) -> bool:
-    """Print the rows of one M; whether all of ours were right."""
-    device = comm.device
-    operands = make_operands(m, n, k, 100 * comm.rank + m, device)
+    """Print the rows of one M; whether all of ours were right. Collective."""
+    operands = make_operands(m, n, k, 100 * comm.rank + m, comm.device)
     want = library_product(operands).float()
     alone = want.clone()
     dist.all_reduce(want)
-    calls, ops, right = baselines(operands, _group()), [], True
+    calls: Calls = {"cuBLAS": lambda: library_product(operands), **unfused(operands), **torch_fused(operands)}
+    ops: dict[str, GemmAllReduce] = {}
+    errors: dict[str, float] = {}
     for name, way in WAYS.items():
-        op = GemmAllReduce(comm, n=n, k=k, m_max=m, quant="blockscale", **way)  # type: ignore[arg-type]
-        ops.append(op)
+        op = ops[name] = GemmAllReduce(comm, n=n, k=k, m_max=m, quant="blockscale", **way)  # type: ignore[arg-type]
         got, target = op(*operands).float(), alone if name == "gemm-only" else want
-        error = float((got - target).norm() / target.norm())
-        good = error <= (3e-2 if "fp8" in name else 4e-3)
-        right = right and good
-        if not good:
-            print(f"rank {comm.rank}: {name} at M={m} is off by {error:.2e}", flush=True)
+        errors[name] = max(comm.all_gather(float((got - target).norm() / target.norm())))
         calls[name] = lambda op=op: op(*operands)  # type: ignore[misc]
-    times = measure(calls, reps, device)
-    base = times["cuBLAS + NCCL"][0]
+    timings = time_rows(calls, reps, comm)
+    enqueue = {name: enqueue_us(calls[name], comm) for name in ops}
+    right = {name: error <= (3e-2 if "fp8" in name else 4e-3) for name, error in errors.items()}
     if comm.rank == 0:
-        for name, (median, least, most) in times.items():
-            row = f"{m:6d} {name:34s} {median:8.1f} [{least:.1f} {most:.1f}]  {base / median:5.2f}x"
-            if name.startswith(("fused", "split")):
-                floor = floor_us(m, n, comm.world_size, "fp8" in name)
-                row += f"  floor {floor:6.1f}  {floor / median:4.0%} of it"
-            print(row, flush=True)
-    for op in ops:
+        floors = {
+            fp8: max(floor_us(m, n, comm.world_size, fp8), timings["cuBLAS"].median_us)
+            for fp8 in (False, True)
+        }
+        for name, timing in timings.items():
+            print(
+                _row(m, name, timing, timings[BASE].median_us, floors["fp8" in name], enqueue.get(name)),
+                flush=True,
+            )
+        for name, op in ops.items():
+            _result(op, name, m, timings[name], errors[name], right[name], enqueue[name]).emit()
+        for name in [name for name in right if not right[name]]:
+            print(f"NOT VALIDATED: {name} at M={m} is off by {errors[name]:.2e}", flush=True)
+    comm.barrier()
+    for op in ops.values():
         op.close()
+    return all(right.values())
+
+
+def _row(
+    m: int, name: str, timing: mori_bench.Timing, base_us: float, floor: float, enqueue: float | None
+) -> str:
+    median = timing.median_us
+    row = (
+        f"{m:6d} {name:34s} {median:8.1f} [{timing.min_us:.1f} {timing.max_us:.1f}]  {base_us / median:5.2f}x"
+    )
+    if name.startswith(("fused", "split")):
+        row += f"  floor {floor:6.1f}  {floor / median:4.0%} of it"
+    return row if enqueue is None else f"{row}  eager enqueue {enqueue:.0f} us"
+
+
+def _result(
+    op: GemmAllReduce, name: str, m: int, timing: mori_bench.Timing, error: float, right: bool, enqueue: float
+) -> mori_bench.Result:
+    options = op.options
+    return mori_bench.Result(
+        op="gemm_ar",
+        backend="cuda",
+        device=torch.cuda.get_device_name(op.comm.device),
+        world_size=op.comm.world_size,
+        mode=options.mode,
+        shape={"m": m, "n": op.n, "k": op.k},
+        dtype={
+            "input": "fp8_e4m3fn",
+            "quant": options.quant,
+            "gather": options.gather_dtype or "none",
+            "output": "bf16",
+        },
+        timing=timing,
+        validated=right,
+        rel_l2=error,
+        settings={
+            "name": name,
+            "gather_transport": options.gather_transport,
+            "ran": op.ran(m),
+            "graph_of_calls": 4,
+        },
+        packages=("mori-gemm-ar", "mori-shmem", "torch"),
+        extra={"eager_enqueue_us": round(enqueue, 1), "window_bytes": op.window_bytes},
+    )
+
+
+def table(comm: mori_shmem.Communicator, args: argparse.Namespace) -> bool:
+    """All rows of all M."""
+    if comm.rank == 0:
+        print("     M what                                    median us [least most]   over cuBLAS + NCCL")
+    right = True
+    for m in args.m or (4096, 8192, 16384):
+        right = compare(comm, m, args.n, args.k, args.reps) and right
     return right
 
 
+def _crossover(comm: mori_shmem.Communicator, args: argparse.Namespace) -> bool:
+    crossover(comm, args.m or list(SIZES), args.n, args.k, args.reps)
+    return True
+
+
+def _phases(comm: mori_shmem.Communicator, args: argparse.Namespace) -> bool:
+    for m in args.m or (4096, 16384):
+        phases(comm, m, args.n, args.k, args.reps)
+        grids(comm, m, args.n, args.k, args.reps)
+    return True
+
+
+def _soak(comm: mori_shmem.Communicator, args: argparse.Namespace) -> bool:
+    return soak(comm, args.calls, max(args.m or [4096]), args.n, args.k)
+
+
+def _kernels(comm: mori_shmem.Communicator, args: argparse.Namespace) -> bool:
+    return every_kernel(comm)
+
+
+PARTS = {"table": table, "crossover": _crossover, "phases": _phases, "soak": _soak, "kernels": _kernels}
+
+
 def main() -> int:
+    """The exit status."""
     parser = argparse.ArgumentParser(description="the op beside cuBLAS, NCCL and torch's symmetric memory")
-    parser.add_argument("-m", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument("what", nargs="*", help=f"of {', '.join(PARTS)}, one after the other; default: table")
+    parser.add_argument("-m", type=int, nargs="+", help="rows; soak: the most")
     parser.add_argument("-n", type=int, default=7168)
     parser.add_argument("-k", type=int, default=2048)
     parser.add_argument("--reps", type=int, default=10)
+    parser.add_argument("--calls", type=int, default=10_000, help="soak: how many")
     args = parser.parse_args()
+    if unknown := set(args.what) - PARTS.keys():
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
+    right = True
     with mori_shmem.init(backend="cuda") as comm:
-        if comm.rank == 0:
-            print(
-                "     M what                                    median us [least most]   over cuBLAS + NCCL"
-            )
-        right = True
-        for m in args.m:
-            right = compare(comm, m, args.n, args.k, args.reps) and right
+        for part in args.what or ["table"]:
+            right = PARTS[part](comm, args) and right
     dist.destroy_process_group()
     return 0 if right else 1
 

@@ -39,7 +39,7 @@ def report(found: Run, args: argparse.Namespace) -> bool:
     _print_verdicts(found)
     _print_picture(found)
     for measured in found.measured:
-        _result(measured, found, args).emit(args.json)
+        result_of(measured, found, args).emit(args.json)
     if args.trace:
         found.trace.write_chrome(args.trace)
     return validated(found)
@@ -154,9 +154,12 @@ def overlap(spans: list[Span]) -> float | None:
     return 100 * inside_ns / total_ns
 
 
-def _result(measured: Measured, found: Run, args: argparse.Namespace) -> mori_bench.Result:
+def result_of(measured: Measured, found: Run, args: argparse.Namespace) -> mori_bench.Result:
+    """One case's line for programs."""
     problem, case = found.problem, measured.case
     gather_dtype = case.options.gather_dtype if case else "bf16"
+    gather_scale = measured.settings.get("gather_scale")
+    gather_scale = gather_scale if isinstance(gather_scale, str) else None
     spans = list(_of_call(found.trace, measured.label, rank=0)) if case else []
     return mori_bench.Result(
         op="gemm_ar",
@@ -187,7 +190,7 @@ def _result(measured: Measured, found: Run, args: argparse.Namespace) -> mori_be
             "same_bits_on_all_ranks": measured.checked.same_bits,
             "flops_per_rank": problem.flops,
             "scatter_bytes": problem.scatter_bytes(0) if gather_dtype else 0,
-            "gather_bytes": problem.gather_bytes(0, gather_dtype) if gather_dtype else 0,
+            "gather_bytes": problem.gather_bytes(0, gather_dtype, gather_scale) if gather_dtype else 0,
             "window_bytes": measured.window_bytes,
         },
         fault=args.fault,

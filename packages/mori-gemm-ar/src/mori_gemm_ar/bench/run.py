@@ -28,6 +28,7 @@ from mori_gemm_ar.bench.check import Checked, check_product, check_sum, exact
 from mori_gemm_ar.bench.inputs import operands
 from mori_gemm_ar.op import GemmAllReduce
 from mori_gemm_ar.problem import Problem
+from mori_gemm_ar.settings import KERNELS
 from mori_gemm_ar.targets import target_for
 from mori_gemm_ar.testing import Operands
 
@@ -83,7 +84,8 @@ class Run:
 
 def run(args: argparse.Namespace, cases: list[Case]) -> tuple[Run, int]:
     """Collective: (what was found, this rank)."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+    begins_gloo = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if begins_gloo:
         dist.init_process_group("gloo")  # for the reference and the baseline
     with mori_shmem.init(args.backend) as comm:
         problem = Problem(args.m, args.n, args.k, comm.world_size)
@@ -104,13 +106,18 @@ def run(args: argparse.Namespace, cases: list[Case]) -> tuple[Run, int]:
         for contender in contenders:
             if contender.op is not None:
                 contender.op.close()
-        device = (
-            mori_bench.cpu_name() if comm.device.type == "cpu" else torch.cuda.get_device_name(comm.device)
-        )
+        device = _device_name(comm)
         found, rank = Run(problem, measured, refused, trace, comm.backend, device), comm.rank
-    if dist.is_initialized():
+    if begins_gloo:
         dist.destroy_process_group()
     return found, rank
+
+
+def _device_name(comm: mori_shmem.Communicator) -> str:
+    if comm.device.type != "cpu":
+        return torch.cuda.get_device_name(comm.device)
+    software = "simulated MI355X on " if comm.backend == "rocm" else ""
+    return software + mori_bench.cpu_name()
 
 
 def _contenders(
@@ -125,7 +132,8 @@ def _contenders(
     contenders, refused = [], {}
     for case in cases:
         try:
-            contenders.append(_contender(comm, problem, case, given, args.fault, check))
+            contender = _contender(comm, problem, case, given, args.fault, check, args.time_phases)
+            contenders.append(contender)
         except UnsupportedShape as reason:
             if args.mode != "all":
                 raise
@@ -142,9 +150,11 @@ def _contender(
     inputs: list[Operands],
     fault_name: str | None,
     check: Callable[[torch.Tensor, Case | None], Checked],
+    time_phases: bool,
 ) -> Contender:
-
     op = GemmAllReduce(comm, n=problem.n, k=problem.k, m_max=max(1, problem.m), **case.given)
+    if time_phases:  # a GPU tells of its phases only when they are asked for
+        op.trace = mori_bench.Trace(comm.rank)
     fault = mori_bench.Fault(fault_name)
     given = [(fault.input(x.a, comm.rank, comm.world_size), x.b, x.a_scale, x.b_scale) for x in inputs]
 
@@ -243,8 +253,11 @@ def _phase_medians(ranks: list[list[dict[str, float]]]) -> dict[str, float]:
 
 def _settings(op: GemmAllReduce, m: int) -> dict[str, object]:
     plan = op.plan(m)
+    rule = op.rule(m)
     return {
-        **asdict(op.options),
+        **asdict(plan.options),
+        "kernels": op.settings[KERNELS],
+        "tuned_rule": None if rule is None else rule.outcome,
         "bands_per_slice": plan.num_bands,
         "puts_per_slice": plan.num_chunks if plan.options.scatters_by_sdma else 0,
         "parts_per_slice": plan.num_parts if plan.options.gather_transport == "sdma" else 0,

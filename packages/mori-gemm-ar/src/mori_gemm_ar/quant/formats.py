@@ -71,8 +71,13 @@ class E4m3Decoder:
 
 
 def decode_ue8m0(codes: torch.Tensor) -> torch.Tensor:
-    """The powers of two that scale bytes stand for, in fp32, of the same shape. 0xFF is NaN."""
-    return codes.view(torch.uint8).view(torch.float8_e8m0fnu).to(torch.float32)
+    """The powers of two that scale bytes stand for, in fp32, of the same shape. 0xFF is NaN.
+
+    By the bits of an fp32 exponent: torch.compile's C++ has no float8_e8m0fnu.
+    """
+    exponents = codes.view(torch.uint8).to(torch.int32)
+    bits = torch.where(exponents == 0, 0x00400000, exponents << 23)  # 2^-127 is a denormal number of fp32
+    return torch.where(exponents == UE8M0_NAN, 0x7FC00000, bits).view(torch.float32)
 
 
 def convert_fnuz(codes: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,20 @@ from mori_shmem.errors import LayoutError, UnsupportedShape
 from mori_gemm_ar.quant.quantize import blocks_of
 
 FP8 = torch.float8_e4m3fn
+Looks = tuple[object, ...]
+
+
+def looks_of(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor) -> Looks:
+    """All about operands that checks depend on, but for where they lie: equal looks pass equal checks."""
+    try:
+        return (
+            *(a.shape, a.stride(), a.dtype, a.device),
+            *(b.shape, b.stride(), b.dtype, b.device),
+            *(a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.device),
+            *(b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale.device),
+        )
+    except AttributeError:  # no tensor: the checks will say so
+        return ()
 
 
 def check_codes(

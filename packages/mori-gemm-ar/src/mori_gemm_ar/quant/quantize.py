@@ -89,7 +89,7 @@ def quantize_blocks(x: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torc
         )
     rows, columns = x.shape
     tiled, grid = _tiled(x.to(torch.float32), blocks), blocks.grid(rows, columns)
-    amax = tiled.abs().amax(dim=(1, 3)) if x.numel() else torch.zeros(grid)
+    amax = tiled.abs().amax(dim=(1, 3)) if x.numel() else torch.zeros(grid, device=x.device)
     scales, scale_bytes = _ue8m0_scales(amax) if blocks.scale == "ue8m0" else (fp32_scales(amax), None)
     tiled.div_(scales[:, None, :, None])
     codes = _untiled(tiled, rows, columns).to(torch.float8_e4m3fn)
@@ -124,7 +124,7 @@ def _tiled(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     rows, columns = x.shape
     num_rows, num_columns = blocks.grid(rows, columns)
     width = columns if blocks.columns is None else blocks.columns
-    tiled = torch.zeros(num_rows * blocks.rows, num_columns * width)
+    tiled = torch.zeros(num_rows * blocks.rows, num_columns * width, device=x.device)
     tiled[:rows, :columns] = x
     return tiled.view(num_rows, blocks.rows, num_columns, width)
 

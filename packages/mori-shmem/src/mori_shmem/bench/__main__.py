@@ -2,8 +2,9 @@
 
 On the host, without arguments, it runs the parts that its targets are about: copies and latencies between 2
 ranks, barriers at 2, 4 and 8, the all-reduce at 4; then it says which targets this run met. On NVIDIA GPUs
-(bench/cuda) it runs every part with one rank a GPU, beside NCCL. `--world-size N` runs every part at N
-ranks. Every row is checked in this run; the exit code is 1 if any of them is wrong.
+(bench/cuda) it runs every part with one rank a GPU, beside NCCL. On AMD GPUs and their software node it runs
+what the host starts: copies, latencies, barriers. `--world-size N` runs every part at N ranks. Every row is
+checked in this run; the exit code is 1 if any of them is wrong.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from mori_shmem.bench.put import SIZES
 from mori_shmem.bench.stage import Options, Stage
 from mori_shmem.bench.targets import targets
 from mori_shmem.comm import backend_of
+from mori_shmem.errors import ArgumentError
 from mori_shmem.launch import run_ranks, started_by_launcher
 
 PARTS = ("put", "latency", "barrier", "all_reduce")
 CUDA_PARTS = (*PARTS, "pairs")
+ROCM_PARTS = ("put", "latency", "barrier")  # the all-reduce of this package runs on the CPU
 DEFAULT_RUNS = ((2, ("put", "latency", "barrier")), (4, ("barrier", "all_reduce")), (8, ("barrier",)))
 
 
@@ -32,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     backend = backend_of(args.backend)
     options = Options(args.reps, args.warmup, args.seed, args.fault, backend, args.max_bytes)
-    parts = tuple(args.part or (CUDA_PARTS if backend == "cuda" else PARTS))
+    offered = {"cuda": CUDA_PARTS, "rocm": ROCM_PARTS}.get(backend, PARTS)
+    parts = tuple(args.part or offered)
+    if absent := [part for part in parts if part not in offered]:
+        raise ArgumentError(f"--part {absent[0]}: on the {backend} backend there are {', '.join(offered)}")
     if started_by_launcher():
         results = run_rank(options, parts)
         return _report(results, args.json) if os.environ["RANK"] == "0" else 0
@@ -40,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = [(args.world_size, parts)]
     elif backend == "cuda":
         runs = [(_num_gpus(), parts)]
+    elif backend == "rocm":
+        runs = [(2, parts)]
     else:
         runs = [(n, tuple(p for p in of_run if p in parts)) for n, of_run in DEFAULT_RUNS]
     results = []

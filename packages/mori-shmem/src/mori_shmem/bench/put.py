@@ -68,7 +68,9 @@ def _one_size(stage: Stage, nbytes: int) -> None:
         comm.barrier()
         return message if mode == "gloo" else landing
 
-    local = {"shmem": put, "pipelined": put_pipelined, "memcpy": memcpy}
+    local = {"shmem": put, "pipelined": put_pipelined}
+    if comm.device.type == "cpu":  # the CPU can reach it
+        local["memcpy"] = memcpy
     actions = {mode: action if stage.is_sender else nothing for mode, action in local.items()} | {
         "gloo": gloo
     }

@@ -56,6 +56,8 @@ class Stage:
     def _device_name(self) -> str:
         if self.comm.backend == "host":
             return mori_bench.cpu_name()
+        if self.comm.device.type == "cpu":
+            return "software node (times are the simulator's)"
         import torch
 
         return torch.cuda.get_device_name(self.comm.device)

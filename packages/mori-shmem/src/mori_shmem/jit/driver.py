@@ -1,19 +1,20 @@
-"""The CUDA driver: modules, tensor maps, prepared launches, and the stream memory operations.
+"""The CUDA driver: modules, tensor maps, prepared launches, graphs, and the stream memory operations.
 
 One table of entry points, filled when first used; a machine without a driver gets an answer, not a crash. A
-launch
-happens in two steps: `PreparedLaunch(...)` builds grid, block and argument buffers once; `launch(stream)`
-is a single
-call into the driver. What changes between calls is patched in the argument structs themselves (they are
-ctypes objects).
+launch happens in two steps: `PreparedLaunch(...)` builds grid, block and argument buffers once;
+`launch(stream)` is a single call into the driver. What changes between calls is patched in the argument
+structs themselves (they are ctypes objects). Several operations that belong together become one with
+`Graph`: recorded once, launched by one call, and the arguments of its kernels can still be changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
-from ctypes import c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from typing import TypeVar
 
 from mori_shmem.errors import MoriError
 
@@ -31,12 +32,22 @@ _SIGNATURES: dict[str, list[type]] = {
     "cuModuleGetGlobal_v2": [c_void_p, c_void_p, c_void_p, ctypes.c_char_p],
     "cuMemcpyDtoH_v2": [c_void_p, c_uint64, c_size_t],
     "cuFuncSetAttribute": [c_void_p, c_int, c_int],
-    "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p],
+    "cuFuncLoad": [c_void_p],
+    "cuLaunchKernelEx": [c_void_p, c_void_p, c_void_p, c_void_p],
+    "cuStreamBeginCapture_v2": [c_void_p, c_int],
+    "cuStreamGetCaptureInfo_v2": [c_void_p, *[c_void_p] * 5],
+    "cuStreamEndCapture": [c_void_p, c_void_p],
+    "cuGraphInstantiateWithFlags": [c_void_p, c_void_p, c_uint64],
+    "cuGraphExecKernelNodeSetParams_v2": [c_void_p, c_void_p, c_void_p],
+    "cuGraphLaunch": [c_void_p, c_void_p],
+    "cuGraphExecDestroy": [c_void_p],
+    "cuGraphDestroy": [c_void_p],
     "cuOccupancyMaxActiveClusters": [c_void_p, c_void_p, c_void_p],
     "cuTensorMapEncodeTiled": [
         *[c_void_p, c_int, c_uint32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
         *[c_int, c_int, c_int, c_int],
     ],
+    "cuTensorMapReplaceAddress": [c_void_p, c_void_p],
     "cuStreamWaitValue32_v2": [c_void_p, c_uint64, c_uint32, c_uint],
     "cuStreamWriteValue32_v2": [c_void_p, c_uint64, c_uint32, c_uint],
     "cuMemsetD32Async": [c_uint64, c_uint32, c_size_t, c_void_p],
@@ -92,12 +103,38 @@ class Module:
 
 
 class Function:
+    """A kernel, loaded: nothing is left to do at its first launch, which would wait for other streams."""
+
     def __init__(self, module: Module, name: str, shared_bytes: int) -> None:
         self.module, self.name, self.shared_bytes = module, name, shared_bytes  # keeps the module loaded
         self.handle = c_void_p()
-        call("cuModuleGetFunction", ctypes.byref(self.handle), module._handle, name.encode())
+        call("cuModuleGetFunction", byref(self.handle), module._handle, name.encode())
         if shared_bytes > 48 << 10:
             call("cuFuncSetAttribute", self.handle, _MAX_DYNAMIC_SHARED, shared_bytes)
+        call("cuFuncLoad", self.handle)
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *[(f"{what}_{axis}", c_uint) for what in ("grid", "block") for axis in "xyz"],
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("num_attributes", c_uint),
+    ]
+
+
+class _KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("function", c_void_p),
+        *[(f"{what}_{axis}", c_uint) for what in ("grid", "block") for axis in "xyz"],
+        ("shared_bytes", c_uint),
+        *[(name, c_void_p) for name in ("arguments", "extra", "kernel", "context")],
+    ]
 
 
 class PreparedLaunch:
@@ -107,14 +144,72 @@ class PreparedLaunch:
         self.args = list(args)
         self._function = function
         self._pointers = (c_void_p * len(self.args))(*[ctypes.addressof(a) for a in self.args])
-        self._launch = _library().cuLaunchKernel
-        self._fixed = (function.handle, grid, 1, 1, block, 1, 1, function.shared_bytes)
+        shared = function.shared_bytes
+        self._config = _LaunchConfig(grid, 1, 1, block, 1, 1, shared)
+        self._launch = _library().cuLaunchKernelEx
+        self._fixed = (byref(self._config), function.handle, self._pointers, None)
+        pointers = ctypes.addressof(self._pointers)
+        self.node = _KernelNode(function.handle, grid, 1, 1, block, 1, 1, shared, pointers)
 
     def launch(self, stream: int) -> None:
         """Enqueue on `stream` (a raw handle)."""
-        code = self._launch(*self._fixed, stream, self._pointers, None)
+        self._config.stream = stream
+        code = self._launch(*self._fixed)
         if code:
-            _check(_library(), f"cuLaunchKernel({self._function.name})", code)
+            _check(_library(), f"cuLaunchKernelEx({self._function.name})", code)
+
+
+_THREAD_LOCAL = 1  # other threads may go on allocating while this one records
+
+
+class Graph:
+    """Stream operations, recorded once and launched as one. Launches of one graph follow one another."""
+
+    def __init__(self, record: Callable[[int], None], stream: int) -> None:
+        """`record(stream)` enqueues the operations; side streams it forks have to be joined again. `stream`
+        is idle and only used to record; nothing runs on it."""
+        self._exec, graph = c_void_p(), c_void_p()
+        call("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
+        try:
+            record(stream)
+        finally:
+            call("cuStreamEndCapture", stream, byref(graph))
+        try:
+            call("cuGraphInstantiateWithFlags", byref(self._exec), graph, 0)
+        finally:
+            self._graph = graph  # its nodes are the names by which arguments are changed
+        self._launch = _library().cuGraphLaunch
+
+    def set_arguments(self, node: int, launch: PreparedLaunch) -> None:
+        """The kernel at `node` gets the arguments of `launch` as they are now."""
+        call("cuGraphExecKernelNodeSetParams_v2", self._exec, node, byref(launch.node))
+
+    def launch(self, stream: int) -> None:
+        """Enqueue all of it."""
+        code = self._launch(self._exec, stream)
+        if code:
+            _check(_library(), "cuGraphLaunch", code)
+
+    def close(self) -> None:
+        """Launches under way still end."""
+        if self._exec:
+            call("cuGraphExecDestroy", self._exec)
+            call("cuGraphDestroy", self._graph)
+            self._exec = c_void_p()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the process's end the driver may be gone before this
+            self.close()
+
+
+def newest_node(stream: int) -> int:
+    """The node of the graph being recorded that the next operation on `stream` will follow."""
+    status, number, graph, nodes, count = c_int(), c_uint64(), c_void_p(), c_void_p(), c_size_t()
+    outputs = (byref(x) for x in (status, number, graph, nodes, count))
+    call("cuStreamGetCaptureInfo_v2", stream, *outputs)
+    if count.value != 1 or not nodes.value:
+        raise DriverError(f"{count.value} nodes come before the next one of this stream: wanted one")
+    return int(c_uint64.from_address(nodes.value).value)
 
 
 class TensorMap(ctypes.Structure):
@@ -123,6 +218,7 @@ class TensorMap(ctypes.Structure):
     _fields_ = [("words", c_uint64 * 16)]
 
 
+_Struct = TypeVar("_Struct", bound=ctypes.Structure)
 _FORMATS = {"u8": (0, 1), "bf16": (9, 2), "f32": (7, 4)}
 
 
@@ -156,6 +252,17 @@ def tensor_map(
     made = TensorMap()
     ctypes.memmove(ctypes.addressof(made), at, 128)
     return made
+
+
+def aligned(kind: type[_Struct]) -> _Struct:
+    """A zeroed struct at a multiple of 64 bytes, where ctypes puts them anywhere."""
+    raw = (ctypes.c_uint8 * (ctypes.sizeof(kind) + 63))()
+    return kind.from_buffer(raw, -ctypes.addressof(raw) % 64)
+
+
+def point_at(tensor: TensorMap, address: int) -> None:
+    """The same tensor at another address, a multiple of 16. `tensor` lies in an `aligned` struct."""
+    call("cuTensorMapReplaceAddress", ctypes.addressof(tensor), address)
 
 
 def stream_wait(stream: int, flag: int, value: int) -> None:

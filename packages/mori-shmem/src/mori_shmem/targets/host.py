@@ -71,8 +71,8 @@ class Part:
             os.close(self.fds.pop())
 
 
-def create_part(fabric: native.Fabric, nbytes: int) -> Part:
-    """This rank's part of a window, owned by the caller."""
+def create_part(fabric: native.Fabric, nbytes: int, kind: str) -> Part:
+    """This rank's part of a window, owned by the caller. One kind of memory serves all."""
     return Part(nbytes)
 
 

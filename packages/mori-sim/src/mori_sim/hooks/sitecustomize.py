@@ -16,7 +16,7 @@ HOOKS = os.path.dirname(os.path.abspath(__file__))
 
 
 def load_simulator() -> None:
-    for name in ("libamdhip64.so.7", "libhsakmt.so.1"):
+    for name in ("libamdhip64.so.7", "libhsakmt.so.1", "libhsa-runtime64.so.1"):
         ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
 
 

@@ -3,6 +3,7 @@
 First, for each phase, how many rules there are, of which dtypes, with which dtype one was looked up, and
 MATCH or NO MATCH: a phase that fell back to anything else is never called verified, however well it runs.
 Then the geometries run, the phases' own together as the op would launch them, with their output compared.
+With --in-turns N they are then timed beside the op's default; a rule that is slower there is not verified.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mori_tune.commands.in_turns import compare_in_turns
 from mori_tune.commands.launch import crew_for, describe
 from mori_tune.device import Device
-from mori_tune.errors import SettingError
+from mori_tune.errors import LaunchError, SettingError
 from mori_tune.rows import emit, result_row
 from mori_tune.rules.book import Book, Decision, fits
 from mori_tune.search import Failure, Times
@@ -41,7 +43,7 @@ def verify(options: argparse.Namespace) -> int:
     with crew_for(options) as crew:
         device, versions = describe(crew)
         options.world_size = crew.world_size
-        check = Check(tunable, book, device, versions, how, options.json)
+        check = Check(tunable, book, device, versions, how, options.json, options.in_turns)
         good = [check.problem(problem, crew) for problem in tunable.problems(options, device)]
     verified = bool(good) and all(good)
     print("all phases of all problems verified" if verified else "NOT verified", flush=True)
@@ -67,6 +69,7 @@ class Check:
     versions: Mapping[str, str]
     how: How
     json_file: str | None
+    num_in_turns: int = 0
 
     def problem(self, problem: Problem, crew: Crew) -> bool:
         print(f"{problem}   on {self.device}, {crew.world_size} ranks", flush=True)
@@ -86,7 +89,27 @@ class Check:
             print(f"  {phase}: {said}", flush=True)
             emit(self.row(problem, phase, times, crew.world_size), self.json_file)
             good = good and times is not None
+        if good and self.num_in_turns:
+            good = self.in_turns(problem, runnable, crew)
         return good
+
+    def in_turns(self, problem: Problem, rules: Mapping[str, Candidate], crew: Crew) -> bool:
+        """Print how the rules compare with the default; false if one is slower."""
+        default = self.tunable.default(problem, self.device)
+        if default is None:
+            print("  in turns: this op has no default to compare with", flush=True)
+            return True
+        phases = [format_.phase for format_ in self.tunable.formats]
+        slots = Slots(crew, problem, self.device, phases, self.how, Watcher())
+        try:
+            comparisons = compare_in_turns(slots, rules, default, self.num_in_turns)
+        except LaunchError as failed:
+            print(f"  in turns: NOT verified: {failed}", flush=True)
+            return False
+        for phase in phases:
+            found = next((c for c in comparisons if c.phase == phase), None)
+            print(f"  {found or f'{phase} in turns: the rule is the default, {default}'}", flush=True)
+        return all(c.verdict != "SLOWER" for c in comparisons)
 
     def launch(
         self,

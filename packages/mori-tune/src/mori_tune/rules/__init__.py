@@ -1,6 +1,6 @@
 """Tuned rules: their files, how one is found, how one is saved."""
 
-from mori_tune.rules.book import Book, Decision, agree, book_for, lookup
+from mori_tune.rules.book import Book, Decision, agree, agreed_book, book_for, lookup
 from mori_tune.rules.files import Rule, Table, read_tables
 from mori_tune.rules.format import EP_COMBINE, EP_DISPATCH, GEMM_AR, Format, Query
 from mori_tune.rules.saving import Change, changes_between, save_rules
@@ -17,6 +17,7 @@ __all__ = [
     "Rule",
     "Table",
     "agree",
+    "agreed_book",
     "book_for",
     "changes_between",
     "lookup",

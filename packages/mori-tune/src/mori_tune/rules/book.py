@@ -5,6 +5,8 @@ Where rules come from, first to last:
   2. the user's folder, where `mori-tune run --save` writes,
   3. the folder `tuned/` of the *installed* package of the op.
 
+`agreed_book` is what a collective op looks up in: the same rules on every rank, whatever files each can see.
+
 A rule whose every key field equals the call's is a MATCH; the first place that has one wins. Everything else
 is NO MATCH and is said once at WARNING, with the field that differs and with what stands in:
   exact       nothing: the op's built-in default
@@ -16,6 +18,7 @@ MORI_TUNE_LOOKUP chooses. MORI_<OP>_LAUNCH_CONFIG_MODE=MANUAL ignores all rules.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import logging
@@ -26,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mori_tune.device import Device
 from mori_tune.errors import RulesError
 from mori_tune.rules.files import Rule, Table, identity, key_of, read_tables
 from mori_tune.rules.format import Format, Query
@@ -105,8 +109,35 @@ class Book:
             self._decided[memo] = decide(self, query, policy)
         return self._decided[memo]
 
+    def look_up(self, query: Query, policy: str | None = None, *, manual: str | None = None) -> Decision:
+        """The decision for one call, said once in this process; repeated calls cost a dictionary access.
+
+        manual  why the caller wants no rule, where that is so
+        """
+        decision = by_hand(query, manual) if manual is not None else self.decide(query, policy)
+        say(decision, settings()["MORI_TUNE_REPORT"])
+        return decision
+
     def all_tables(self) -> list[tuple[Layer, Table]]:
         return [(layer, table) for layer in self.layers for table in layer.tables]
+
+    def knows(self, device: Device) -> bool:
+        """Whether any rule is for this architecture."""
+        return any(t.rules and t.header["gpu_arch"] == device.arch for _, t in self.all_tables())
+
+    def without_memory(self) -> Book:
+        """A copy to be sent: what was decided here is not the receiver's."""
+        other = copy.copy(self)
+        other._decided = {}
+        return other
+
+    def content(self) -> tuple[Any, ...]:
+        """What decisions depend on, as plain values that can be compared between ranks."""
+        tables = [
+            (t.op, tuple(sorted_items(t.header)), [sorted_items(r.values) for r in t.rules])
+            for _, t in self.all_tables()
+        ]
+        return self.manual, self.policy, repr(tables)
 
 
 def per_op(using: Settings, op: str, what: str) -> Any:
@@ -144,9 +175,7 @@ def decide(book: Book, query: Query, policy: str) -> Decision:
     name = f"{query.format.op} {query.format.phase}"
     steps = [f"{name}: asked for {query}", f"policy {policy}"]
     if book.manual:
-        by = variable(book.op, "LAUNCH_CONFIG_MODE")
-        line = f"{name}: MANUAL: tuned rules ignored, since {by}=MANUAL"
-        return Decision(query, "MANUAL", "default", None, line, (name, "MANUAL"), (*steps, line))
+        return by_hand(query, f"{variable(book.op, 'LAUNCH_CONFIG_MODE')}=MANUAL")
     for layer in book.layers:
         steps.append(describe_layer(layer, query))
         rule = exact_rule(layer, query)
@@ -164,6 +193,15 @@ def decide(book: Book, query: Query, policy: str) -> Decision:
     line = f"{name}: NO MATCH ({why}): nearest rule stands in, {shown(stand_in, query)}{caution(stand_in)}"
     return Decision(
         query, "NO MATCH", "nearest", stand_in, line, (name, fields, stand_in.place), (*steps, line)
+    )
+
+
+def by_hand(query: Query, why: str) -> Decision:
+    """No rule, by choice."""
+    name = f"{query.format.op} {query.format.phase}"
+    line = f"{name}: MANUAL: tuned rules ignored, since {why}"
+    return Decision(
+        query, "MANUAL", "default", None, line, (name, "MANUAL", why), (f"{name}: asked for {query}", line)
     )
 
 
@@ -286,20 +324,39 @@ def lookup(
     query: Query, *, formats: tuple[Format, ...], package: str | None, policy: str | None = None
 ) -> Decision:
     """The decision for one call, said once in this process; repeated calls cost one dictionary access."""
-    decision = book_for(query.format.op, formats, package).decide(query, policy)
-    say(decision, settings()["MORI_TUNE_REPORT"])
-    return decision
+    return book_for(query.format.op, formats, package).look_up(query, policy)
+
+
+def agreed_book(book: Book, device: Device, all_gather: Callable[[Any], list[Any]]) -> Book:
+    """The same book on every rank: this rank's, or, where ranks see other rules, that of the lowest rank that
+    has any for this device, since ranks that launched different geometries would wait for each other for
+    ever. Collective."""
+    every = all_gather(book.content())
+    if all(content == every[0] for content in every):
+        return book
+    books: list[Book] = all_gather(book.without_memory())
+    chosen = next((rank for rank, b in enumerate(books) if b.knows(device) and not b.manual), 0)
+    differing = [rank for rank, content in enumerate(every) if content != every[chosen]]
+    line = f"{book.op}: ranks {differing} see other rules than rank {chosen}, whose are used"
+    if is_news((line,)):
+        log.warning("%s", line)
+    return books[chosen]
 
 
 _said: set[tuple[Any, ...]] = set()
 
 
+def is_news(cause: tuple[Any, ...]) -> bool:
+    """Whether this was not said yet in this process, and this process is the one that speaks."""
+    if cause in _said:
+        return False
+    _said.add(cause)
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def say(decision: Decision, report: str) -> None:
     """One line a rule and reason, on a machine's first rank: misses at WARNING, matches to stderr."""
-    if decision.cause in _said:
-        return
-    _said.add(decision.cause)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_news(decision.cause):
         return
     if report == "full":
         print("\n".join(f"mori-tune: {step}" for step in decision.steps), file=sys.stderr)

@@ -110,5 +110,8 @@ GEMM_AR = Format(
     preferred=("n", "k"),
     size="m",
     params=(),
-    mode_params=("tile", "chunks", "sdma_queues", "reduce_blocks", "pull_blocks", "gather_bands"),
+    mode_params=(
+        *("tile", "chunks", "sdma_queues", "reduce_blocks", "pull_blocks", "gather_bands"),
+        *("band_rows", "lag"),
+    ),
 )

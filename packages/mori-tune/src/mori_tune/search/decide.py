@@ -311,19 +311,21 @@ class Search:
         winner = min(
             [fastest, *ties], key=lambda row: (self._smaller_first(row.index), row.average_us, row.index)
         )
-        chosen = self._against_default(winner, rows)
+        chosen = self._against_default(winner, rows, [row.index for row in ties])
         return Verdict(
             phase,
             chosen,
             fastest,
             tuple(row.index for row in ties),
             tuple(unresolved),
-            kept_by_margin=chosen is not winner,
+            kept_by_margin=chosen is not winner and chosen not in ties,
         )
 
-    def _against_default(self, winner: Standing, rows: Sequence[Standing]) -> Standing:
-        """The default stays unless the winner's average lies below it by more than the margin."""
+    def _against_default(self, winner: Standing, rows: Sequence[Standing], tied: Sequence[int]) -> Standing:
+        """The default stays unless the winner's average lies below it by more than the margin, and by more
+        than the measurements leave open: a rule that gains nothing in them may as well lose."""
         present = next((row for row in rows if row.index == self.default), None)
-        if present is None or winner.average_us < present.average_us * (1 - self.margin):
+        gains = present is None or winner.average_us < present.average_us * (1 - self.margin)
+        if present is None or (gains and present.index not in tied):
             return winner
         return present

@@ -87,13 +87,16 @@ class Rank:
 
 
 def versions(tunable: Tunable) -> dict[str, str]:
+    """Of what a measurement depends on: as installed, else as the module says that is imported."""
     names = ["mori-tune", tunable.package.replace("_", "-"), "torch", "triton"]
     found = {"python": platform.python_version()}
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue
+            module = sys.modules.get(name.replace("-", "_"))
+            if module is not None and hasattr(module, "__version__"):
+                found[name] = str(module.__version__)
     return found
 
 

@@ -2,7 +2,30 @@
 memory."""
 
 from mori_gemm_ar.targets.cuda.gemm import Gemm
-from mori_gemm_ar.targets.cuda.limits import DEFAULT_PULL_BLOCKS, MAX_BAND_ROWS, ROW_MULTIPLE, why_not
+from mori_gemm_ar.targets.cuda.limits import (
+    DEFAULT_CHUNKS,
+    DEFAULT_GATHER_SCALE,
+    DEFAULT_PULL_BLOCKS,
+    IDLE_OPTIONS,
+    MAX_BAND_ROWS,
+    ROW_MULTIPLE,
+    profitable_m,
+    refuses,
+    why_not,
+)
 from mori_gemm_ar.targets.cuda.runner import Runner, layout_for
 
-__all__ = ["DEFAULT_PULL_BLOCKS", "MAX_BAND_ROWS", "ROW_MULTIPLE", "Gemm", "Runner", "layout_for", "why_not"]
+__all__ = [
+    "DEFAULT_CHUNKS",
+    "DEFAULT_GATHER_SCALE",
+    "DEFAULT_PULL_BLOCKS",
+    "IDLE_OPTIONS",
+    "MAX_BAND_ROWS",
+    "ROW_MULTIPLE",
+    "Gemm",
+    "Runner",
+    "layout_for",
+    "profitable_m",
+    "refuses",
+    "why_not",
+]

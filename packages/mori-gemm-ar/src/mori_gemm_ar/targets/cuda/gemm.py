@@ -26,6 +26,7 @@ class Partials:
     kept: tuple[torch.Tensor, ...]
     m: int
     k: int
+    direct: bool = False  # the operands are the caller's own, nothing was copied
 
 
 class Gemm:
@@ -38,6 +39,7 @@ class Gemm:
         self, a: torch.Tensor, b: torch.Tensor, a_grid: torch.Tensor, b_grid: torch.Tensor
     ) -> Partials:
         """This rank's partial sums, to be computed. Grids: see quant/operands.py."""
+        given = [x.data_ptr() for x in (a, b, a_grid, b_grid)]
         a, b = _addressable(a), _addressable(b)
         prepare = {"blockscale": _blockscale, "ptpc": _ptpc, "mxfp8": _mxfp8}[self._quant]
         a_scale, a_pitch, b_scale, b_pitch = prepare(a_grid, b_grid)
@@ -45,7 +47,8 @@ class Gemm:
             *[a.data_ptr(), b.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr()],
             *[a_pitch, b_pitch, a.stride(0) if a.shape[0] > 1 else _round_up(self._k), b.stride(0)],
         )
-        return Partials(operands, (a, b, a_scale, b_scale), a.shape[0], self._k)
+        direct = list(operands[:4]) == given
+        return Partials(operands, (a, b, a_scale, b_scale), a.shape[0], self._k, direct)
 
     def constant(self, value: float, m: int, device: torch.device) -> Partials:
         """Partial sums that are `value` everywhere, a whole number of at most 128: for a self-test."""

@@ -1,27 +1,33 @@
 """Launches of the GEMM kernel: its arguments for a shape and a way to communicate, and the copies around it.
 
     scatter  "lsa": tiles go straight into the owners' inboxes     "ce": staged here, copy engines take a
-             band at a time
+             band at a time (copies.py)
     gather   "lsa": finished tiles go straight to every rank       "ce": copy engines take a band at a time
 
-The copies are queued before the kernel: wait until the band's flag is 1, copy, set the peer's flag; the
-band's flags are cleared
-at the end. Nothing in them depends on the call, so the same works eagerly and in a captured graph.
+Nothing that is enqueued depends on the call but the operands' addresses, which are arguments of the kernel:
+so a call is prepared once a shape (prepared.py), and the same works eagerly and in a captured graph.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from mori_shmem.jit import driver
+from mori_shmem.targets.cuda import stream_calls
 
+from mori_gemm_ar.targets.cuda.copies import Bands, Copies
 from mori_gemm_ar.targets.cuda.params import MAX_BANDS, Divisor, Maps, Params
-from mori_gemm_ar.targets.cuda.regions import HALF_BYTES, Q_BYTES, Regions
+from mori_gemm_ar.targets.cuda.regions import Regions
 
 BLOCK_THREADS = 384
+Mark = Callable[[str], None]  # told the name of each phase behind its last operation
+
+
+def unmarked(phase: str) -> None:
+    """For who does not want to know."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,14 @@ class Way:
     fp8: bool = False
     band_rows: int = 512
     lag: int | None = 2  # bands; None: all remote tiles first
-    num_queues: int = 2
+
+    @property
+    def copies(self) -> bool:
+        """Whether copy engines take part."""
+        return "ce" in (self.scatter, self.gather)
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """Addresses of one rank's operands, and the distances between their k blocks or n blocks in elements."""
 
     a: int
@@ -48,6 +57,32 @@ class Operands:
     b_scale_pitch: int
     a_pitch: int
     b_pitch: int
+
+
+class SideStreams:
+    """Streams that a call forks off its own, and the events that tie them to it."""
+
+    def __init__(self, count: int) -> None:
+        self.streams = [stream_calls.new_stream() for _ in range(count)]
+        self._events = [stream_calls.new_event() for _ in range(count)]
+
+    def fork(self, stream: int) -> None:
+        """They go on behind what `stream` holds now."""
+        for side, event in zip(self.streams, self._events, strict=True):
+            stream_calls.record(event, stream)
+            stream_calls.follow(side, event)
+
+    def join(self, stream: int) -> None:
+        """`stream` goes on behind what they hold."""
+        for side, event in zip(self.streams, self._events, strict=True):
+            stream_calls.record(event, side)
+            stream_calls.follow(stream, event)
+
+    def close(self) -> None:
+        for stream, event in zip(self.streams, self._events, strict=True):
+            stream_calls.drop_stream(stream)
+            stream_calls.drop_event(event)
+        self.streams, self._events = [], []
 
 
 class Kernel:
@@ -79,13 +114,15 @@ class Call:
         way: Way,
         *,
         grid: int,
-        timeout_s: float = 10.0,
-        fault: int | None = None,
+        queues: SideStreams | None = None,
+        fault: int,
+        timeout_s: float,
         into: str = "out",
     ) -> None:
         """`bases` of one rank make it a product alone, whose rows go to the region `into`.
 
-        fault  where a wait that runs out of time is written down, in place of the window's own record
+        queues what copies are spread over, where the way has any
+        fault  where a wait that runs out of time is written down
         """
         self.m, self.n, self.k = shape
         self._kernel, self._rank, self._bases, self._regions, self._way = kernel, rank, bases, regions, way
@@ -97,15 +134,24 @@ class Call:
         blocks = -(-slice_rows // kernel.tile_rows)
         self._band = max(1, way.band_rows // kernel.tile_rows, -(-blocks // MAX_BANDS))
         self._bands = -(-blocks // self._band)
-        self._maps = Maps()
+        self._maps = driver.aligned(Maps)
         self._params = self._make_params(timeout_s)
         self.set_operands(operands)
-        self._launch = driver.PreparedLaunch(kernel.function, grid, BLOCK_THREADS, [self._maps, self._params])
-        self._queues = [torch.cuda.Stream() for _ in range(way.num_queues if self._copies else 0)]  # type: ignore[no-untyped-call]
+        self.kernel_launch = driver.PreparedLaunch(
+            kernel.function, grid, BLOCK_THREADS, [self._maps, self._params]
+        )
+        self._queues = queues if way.copies and self.num_ranks > 1 else None
+        self.is_one_kernel = self._queues is None
+        bands = Bands(self._start, kernel.tile_rows, self._band, self._bands, self._params.lag)
+        carries = {"scatters": way.scatter == "ce", "gathers": way.gather == "ce", "fp8": way.fp8}
+        self._transfers = (
+            tuple(Copies(bands, rank, bases, regions, **carries).in_order()) if self._queues else ()
+        )
 
     @property
-    def _copies(self) -> bool:
-        return "ce" in (self._way.scatter, self._way.gather) and self.num_ranks > 1
+    def product(self) -> Call:
+        """What takes the operands: this very call."""
+        return self
 
     def out(self, rank: int) -> int:
         return self._bases[rank] + self._regions.offsets[self._into]
@@ -118,7 +164,7 @@ class Call:
         p.lag = 0 if self.num_ranks == 1 else self._bands if way.lag is None else min(way.lag, self._bands)
         p.by_band_tiles, p.by_band = Divisor.of(self._band * -(-self.n // 256)), Divisor.of(self._band)
         p.by_others, p.by_world = Divisor.of(self.num_ranks - 1), Divisor.of(self.num_ranks)
-        p.toggles = self._copies
+        p.toggles = way.copies and self.num_ranks > 1
         others = [(me + d) % self.num_ranks for d in range(1, self.num_ranks)]
         pushes, copies_out = way.gather == "lsa", way.gather == "ce"
         targets = [me, *(others if pushes and not way.fp8 else [])]
@@ -134,7 +180,7 @@ class Call:
             )
             p.num_q_sinks = len(sinks)
             p.q_sink[: len(sinks)] = sinks
-        flavour = "_t" if self._copies else ""
+        flavour = "_t" if p.toggles else ""
         listeners = (
             [bases[me] + at.flag("finished")]
             if copies_out
@@ -160,10 +206,9 @@ class Call:
                     bases[r] + at.flag("arrived" + flavour, me),
                 )
         p.out = self.out(me)
-        for name in ("count", "step", "exits", "tickets", "fault"):
+        for name in ("count", "step", "exits", "tickets"):
             setattr(p, name, bases[me] + at.offsets[name])
-        if self._fault is not None:
-            p.fault = self._fault
+        p.fault = self._fault
         p.timeout_ns = int(timeout_s * 1e9)
         return p
 
@@ -179,113 +224,47 @@ class Call:
             box_rows=self._kernel.piece_rows,
         )
 
-    def set_operands(self, operands: Operands) -> None:
-        """Where a, b and their scales lie from now on."""
-        if operands == self._operands:
-            return
+    def set_operands(self, operands: Operands) -> bool:
+        """Where a, b and their scales lie from now on; whether anything is different."""
+        before = self._operands
+        if operands == before:
+            return False
         self._operands = operands
-        box = {"box_columns": 128, "box_rows": 128}
-        p, a_rows = self._params, self._kernel.tile_rows // 2
-        self._maps.a = driver.tensor_map(
-            operands.a,
-            "u8",
-            columns=self.k,
-            rows=self.m,
-            pitch_bytes=operands.a_pitch,
-            box_columns=128,
-            box_rows=a_rows,
-        )
-        self._maps.b = driver.tensor_map(
-            operands.b, "u8", columns=self.k, rows=self.n, pitch_bytes=operands.b_pitch, **box
-        )
+        p, maps = self._params, self._maps
         p.a_scale, p.b_scale = operands.a_scale, operands.b_scale
+        if before is not None and operands[4:] == before[4:]:  # the same matrices at other addresses
+            if operands.a != before.a:
+                driver.point_at(maps.a, operands.a)
+            if operands.b != before.b:
+                driver.point_at(maps.b, operands.b)
+            return True
         p.a_scale_pitch, p.b_scale_pitch = operands.a_scale_pitch, operands.b_scale_pitch
+        a_rows = self._kernel.tile_rows // 2
+        maps.a = self._codes(operands.a, self.m, operands.a_pitch, a_rows)
+        maps.b = self._codes(operands.b, self.n, operands.b_pitch, 128)
+        return True
 
-    def launch(self, stream: torch.cuda.Stream) -> None:
+    def _codes(self, address: int, rows: int, pitch_bytes: int, box_rows: int) -> driver.TensorMap:
+        box = {"box_columns": 128, "box_rows": box_rows}
+        return driver.tensor_map(address, "u8", columns=self.k, rows=rows, pitch_bytes=pitch_bytes, **box)
+
+    def enqueue(self, stream: int, mark: Mark = unmarked) -> None:
         """Everything of one call, ordered after what `stream` holds and before what follows on it."""
-        for queue in self._queues:
-            queue.wait_stream(stream)
-        if self._queues:
-            self._queue_copies()
-        self._launch.launch(stream.cuda_stream)
-        for queue in self._queues:
-            stream.wait_stream(queue)
-        if self._queues:  # all triggers at once: one by one, behind each copy, they cost 2.5 us a band
-            triggers = self._bases[self._rank] + self._regions.offsets["ready"]
-            driver.stream_fill(stream.cuda_stream, triggers, 0, (self.num_ranks + 1) * MAX_BANDS)
-
-    def _queue_copies(self) -> None:
-        """In the order in which the kernel finishes bands, alternating over the queues."""
-        for i, (trigger, copies, flags) in enumerate(self._copies_in_order()):
-            queue = self._queues[i % len(self._queues)].cuda_stream
-            driver.stream_wait(queue, trigger, 1)
-            for dst, src, nbytes in copies:
-                driver.stream_copy(queue, dst, src, nbytes)
-            for flag in flags:
-                driver.stream_write(queue, flag, 1)
-
-    def _copies_in_order(self) -> Iterator[tuple[int, list[tuple[int, int, int]], list[int]]]:
-        lag = self._params.lag
-        for i in range(self._bands + lag):
-            if i < self._bands and self._way.scatter == "ce":
-                for d in range(1, self.num_ranks):
-                    yield from self._scatter_of((self._rank + d) % self.num_ranks, i)
-            if i >= lag and self._way.gather == "ce":
-                yield from self._gather_of(i - lag)
-
-    def _rows_of_band(self, owner: int, band: int) -> tuple[int, int]:
-        """(first row of the slice, rows), none past the end."""
-        height, first = (
-            self._start[owner + 1] - self._start[owner],
-            band * self._band * self._kernel.tile_rows,
-        )
-        return first, max(0, min(height - first, self._band * self._kernel.tile_rows))
-
-    def _tile_bytes(self, first: int, rows: int, half_bytes: int) -> tuple[int, int]:
-        """(offset, bytes) in a slot of tiles."""
-        tile_rows = self._kernel.tile_rows
-        row_of_tiles = tile_rows // 64 * (-(-self.n // 256) * 2) * half_bytes
-        return first // tile_rows * row_of_tiles, -(-rows // tile_rows) * row_of_tiles
-
-    def _scatter_of(
-        self, owner: int, band: int
-    ) -> Iterator[tuple[int, list[tuple[int, int, int]], list[int]]]:
-        first, rows = self._rows_of_band(owner, band)
-        if rows:
-            at, mine, theirs = self._regions, self._bases[self._rank], self._bases[owner]
-            offset, nbytes = self._tile_bytes(first, rows, HALF_BYTES)
-            copy = (
-                theirs + at.slot("inbox", self._rank) + offset,
-                mine + at.slot("staging", owner) + offset,
-                nbytes,
-            )
-            yield (
-                mine + at.flag("ready", owner) + 4 * band,
-                [copy],
-                [theirs + at.flag("arrived_t", self._rank) + 4 * band],
-            )
-
-    def _gather_of(self, band: int) -> Iterator[tuple[int, list[tuple[int, int, int]], list[int]]]:
-        first, rows = self._rows_of_band(self._rank, band)
-        if not rows:
+        if self._queues is None:
+            self.kernel_launch.launch(stream)
+            mark("gemm")
             return
-        at, mine, copies, flags = self._regions, self._bases[self._rank], [], []
-        for d in range(1, self.num_ranks):
-            theirs = self._bases[(self._rank + d) % self.num_ranks]
-            if self._way.fp8:
-                offset, nbytes = self._tile_bytes(first, rows, Q_BYTES)
-                copies.append(
-                    (
-                        theirs + at.slot("q_inbox", self._rank) + offset,
-                        mine + at.slot("q_staging") + offset,
-                        nbytes,
-                    )
-                )
-            else:
-                offset, nbytes = (
-                    at.offsets["out"] + (self._start[self._rank] + first) * self.n * 2,
-                    rows * self.n * 2,
-                )
-                copies.append((theirs + offset, mine + offset, nbytes))
-            flags.append(theirs + at.flag("gathered_t", self._rank) + 4 * band)
-        yield mine + at.flag("finished") + 4 * band, copies, flags
+        self._queues.fork(stream)
+        for i, transfer in enumerate(self._transfers):
+            queue = self._queues.streams[i % len(self._queues.streams)]
+            driver.stream_wait(queue, transfer.trigger, 1)
+            for dst, src, nbytes in transfer.copies:
+                driver.stream_copy(queue, dst, src, nbytes)
+            for flag in transfer.flags:
+                driver.stream_write(queue, flag, 1)
+        self.kernel_launch.launch(stream)
+        mark("gemm")
+        self._queues.join(stream)
+        triggers = self._bases[self._rank] + self._regions.offsets["ready"]
+        driver.stream_fill(stream, triggers, 0, (self.num_ranks + 1) * MAX_BANDS)
+        mark("drain")

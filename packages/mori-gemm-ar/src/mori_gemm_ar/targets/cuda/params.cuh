@@ -41,7 +41,6 @@ struct Params {
   unsigned* tickets;          // tiles drawn, beyond one a cluster; 0 between calls
   Fault* fault;
   uint64_t timeout_ns;
-  uint64_t* trace;            // [CTAs][2][64][8] ns, variants compiled with TRACE
 };
 
 struct alignas(64) Maps {

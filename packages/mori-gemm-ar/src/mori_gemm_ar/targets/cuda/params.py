@@ -43,7 +43,6 @@ class Params(ctypes.Structure):
         *[(name, c_void_p * MAX_RANKS) for name in ("scatter_flag", "gather_flag", "arrived", "gathered")],
         *[(name, c_void_p) for name in ("count", "step", "exits", "tickets", "fault")],
         ("timeout_ns", c_uint64),
-        ("trace", c_void_p),
     ]
 
 

@@ -56,4 +56,11 @@ DEVICE void from_e4m3x2(uint16_t codes, float& low, float& high) {
       : "=f"(low), "=f"(high)
       : "h"(codes));
 }
+DEVICE float max_nan(float a, float b) {  // NaN if either is
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+// Of a scale of fp8 codes. Below the smallest normal number all codes become 0: there 1 / scale may be infinite.
+DEVICE float inverse_of(float scale) { return scale >= 1.1754944e-38f ? 1.f / scale : 0.f; }
 DEVICE float from_e8m0(uint32_t byte) { return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23); }  // 2^(byte - 127)

@@ -178,6 +178,16 @@ class Runner:
                 self._record_puts(call)
         return self._output[: plan.problem.m], call.spans
 
+    def ready(self, plan: Plan, partials: PartialSums) -> None:
+        """Nothing is kept from call to call: checks are cheap beside the product."""
+
+    def ran(self, m: int) -> str:
+        """Every call goes the op's own way."""
+        return self._options.mode
+
+    def close(self) -> None:
+        """Nothing is held beside the window."""
+
     def poison(self, m: int) -> None:
         """Fill what a call of m rows reads and writes with NaN, so that nothing old can pass for new."""
         slice_rows = -(-m // self._world_size)

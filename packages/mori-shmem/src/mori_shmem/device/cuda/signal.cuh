@@ -8,7 +8,7 @@
 #pragma once
 #include "types.cuh"
 
-struct Fault {   // 32 bytes, read by the host (mori_shmem.targets.cuda.fault_record)
+struct Fault {   // 32 bytes, read by the host (mori_shmem.targets.fault_record)
   unsigned code;  // 0: none, 1: a flag did not come in time
   unsigned rank, peer, what, index, seen, wanted, block;
 };
@@ -48,6 +48,10 @@ DEVICE uint64_t now_ns() {
   return t;
 }
 
+// About once a millisecond. The record lies in host memory: a thousand waiting warps that looked every 40 us kept PCIe so busy
+// that copy engines, which fetch their work over it, took a millisecond a copy (fused-sdma: 8000 us for 280).
+DEVICE bool is_time_to_look(unsigned spins) { return (spins & 1023) == 1023; }
+
 DEVICE bool has_come(const unsigned* flag, unsigned wanted) { return (int)(load_acquire_sys(flag) - wanted) >= 0; }
 
 // One thread. True: the flag has come, and what was stored before it is visible. False: late, or another wait was.
@@ -60,7 +64,7 @@ DEVICE bool wait_flag(const unsigned* flag, unsigned wanted, Fault* fault, uint6
     seen = load_acquire_sys(flag);
     if ((int)(seen - wanted) >= 0) return true;
     __nanosleep(20);
-    if ((spins & 63) == 63 && (load_relaxed_gpu(&fault->code) || now_ns() - start > timeout_ns)) break;
+    if (is_time_to_look(spins) && (load_relaxed_gpu(&fault->code) || now_ns() - start > timeout_ns)) break;
   }
   if (atomicCAS(&fault->code, 0u, 0x80000000u) == 0u) {
     fault->rank = rank, fault->peer = peer, fault->what = what, fault->index = index;

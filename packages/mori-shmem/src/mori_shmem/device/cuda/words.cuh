@@ -66,7 +66,7 @@ DEVICE bool wait_word(const uint64_t* p, uint64_t wanted, const Limits& limits, 
     seen = load_word<scope>(p);
     if (seen >= wanted) return true;
     __nanosleep(20);
-    if ((spins & 63) == 63 && (load_relaxed_gpu(&limits.fault->code) || now_ns() - start > limits.timeout_ns)) break;
+    if (is_time_to_look(spins) && (load_relaxed_gpu(&limits.fault->code) || now_ns() - start > limits.timeout_ns)) break;
   }
   if (atomicCAS(&limits.fault->code, 0u, 0x80000000u) == 0u) {
     Fault* f = limits.fault;

@@ -24,10 +24,11 @@ from mori_shmem.settings import Snapshot
 from mori_shmem.targets import host
 from mori_shmem.targets.cuda import devices, stream_calls
 from mori_shmem.targets.cuda.fabric import CONTROL_BYTES, PROBE_AT, Fabric
-from mori_shmem.targets.cuda.fault_record import FaultRecord
 from mori_shmem.targets.cuda.kernels import kernels_of
 from mori_shmem.targets.cuda.memory import CudaWindow, Group, Part
 from mori_shmem.targets.cuda.queue import Program, Queue
+from mori_shmem.targets.fault_record import FaultRecord
+from mori_shmem.targets.gpu_fabric import prove_peers
 from mori_shmem.variables import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ def open_fabric(mesh: Mesh, values: Snapshot, num_queues: int, deadline: Deadlin
                 record=FaultRecord(torch.zeros(8, dtype=torch.int32, pin_memory=True)),
                 landing=torch.zeros(1, dtype=torch.int64, pin_memory=True),
             )
-            part = create_part(fabric, CONTROL_BYTES)
+            part = create_part(fabric, CONTROL_BYTES, "signals")
             fabric.words = map_window(fabric, part, [], CONTROL_BYTES, deadline)
-            _probe(fabric)
+            prove_peers(fabric, [address + PROBE_AT for address in fabric.words.addresses])
     except BaseException:
         control.close()
         raise
@@ -85,30 +86,12 @@ def _check_driver(device: torch.device) -> None:
         )
 
 
-def _probe(fabric: Fabric) -> None:
-    """Collective: write a word into every part, and find everybody's in mine. A transport that is not there
-    must not look like one."""
-    assert fabric.words is not None
-    wanted = [1000 + rank for rank in range(fabric.world_size)]
-    fabric.barrier()
-    for address in fabric.words.addresses:
-        fabric.signal(address + PROBE_AT + 8 * fabric.rank, wanted[fabric.rank])
-    fabric.barrier()
-    seen = [fabric.read(fabric.words.base + PROBE_AT + 8 * rank) for rank in range(fabric.world_size)]
-    missing = [rank for rank in range(fabric.world_size) if seen[rank] != wanted[rank]]
-    if missing:
-        raise TransportInert(
-            f"rank {fabric.rank}: a word written by ranks {missing} did not arrive, although torch mapped "
-            f"the memory"
-        )
-
-
 def device_of(fabric: Fabric) -> str:
     """The GPU that this rank uses."""
     return str(fabric.device)
 
 
-def create_part(fabric: Fabric, nbytes: int) -> Part:
+def create_part(fabric: Fabric, nbytes: int, kind: str) -> Part:
     """This rank's part of a window, zeroed. The peers need no descriptors of it: torch hands them over."""
     with fabric.on_device():
         return Part(nbytes, fabric.device)

@@ -12,12 +12,20 @@ import ctypes
 from typing import TYPE_CHECKING
 
 from mori_shmem.core import CoreError, core_error
+from mori_shmem.device import queue_words
 
 if TYPE_CHECKING:
     import torch
 
-FIELDS = ("code", "rank", "peer", "what", "index", "seen", "wanted", "block")
-BARRIER = 0xB0000  # `what` of the device barrier; ops use small numbers of their own
+FIELDS = queue_words.RECORD_FIELDS
+BARRIER = 0xB0000
+_PURPOSES = {  # by `what`; ops use small numbers of their own
+    BARRIER: "the device barrier",
+    queue_words.QUEUE_ROOM: "room in a copy queue's ring (its engine stands still)",
+    queue_words.QUEUE_TURN: "its turn at a copy queue (whoever was before has given up)",
+    queue_words.QUEUE_QUIET: "a copy queue to become quiet",
+    queue_words.QUEUE_LOCK: "the lock of a copy queue",
+}
 _PUBLISHED = 1
 
 
@@ -38,9 +46,7 @@ class FaultRecord:
         return core_error(
             "timeout",
             what="kernel",
-            purpose="the device barrier"
-            if found["what"] == BARRIER
-            else f"flag {found['what']}/{found['index']}",
+            purpose=_PURPOSES.get(found["what"], f"flag {found['what']}/{found['index']}"),
             peer=found["peer"],
             seen=found["seen"],
             wanted=found["wanted"],

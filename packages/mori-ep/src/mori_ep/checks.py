@@ -1,0 +1,218 @@
+"""What a call or a configuration is held to before any rank waits for another. Messages carry the values."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import mori_shmem
+import torch
+from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
+
+from mori_ep import formats
+from mori_ep.config import EpDispatchCombineConfig
+from mori_ep.routing import EpDispatchRoutingHandle
+from mori_ep.targets import CombineShape, DispatchShape
+
+Kind = tuple[torch.Size, torch.dtype, int, bool, bool]
+
+# ---- when an op is made ----
+
+
+def check_place(config: EpDispatchCombineConfig, comm: mori_shmem.Communicator) -> None:
+    """The configuration is for this rank of this communicator."""
+    if (config.rank, config.world_size) != (comm.rank, comm.world_size):
+        raise ArgumentError(
+            f"the configuration says rank={config.rank} of world_size={config.world_size}, the communicator "
+            f"is "
+            f"rank {comm.rank} of {comm.world_size}"
+        )
+
+
+def check_triple(
+    target: ModuleType, config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: torch.dtype
+) -> None:
+    """The dtypes that the op was made for, and the transport of combine, go together on this target."""
+    reason = formats.why_not(dispatch, combine, config.quant_type) or target.why_not(
+        config, dispatch, combine
+    )
+    if reason:
+        raise UnsupportedShape(
+            f"{formats.triple(dispatch, combine, config.quant_type)} with {config.kernel_type.name}: {reason}"
+        )
+    for name, dtype in (("dispatch", dispatch), ("combine", combine)):
+        if dtype.itemsize > config.max_token_type_size:
+            raise UnsupportedShape(
+                f"max_token_type_size={config.max_token_type_size}, but {name} is called with {dtype}: "
+                f"{dtype.itemsize} bytes per element"
+            )
+
+
+def compare_ranks(config: EpDispatchCombineConfig, comm: mori_shmem.Communicator) -> None:
+    """Collective: raise on every rank if any of them was given something else."""
+    given = comm.all_gather(config.compared())
+    differing = [
+        f"{name} is " + ", ".join(f"{values[name]!r} on rank {rank}" for rank, values in enumerate(given))
+        for name in given[0]
+        if any(values.get(name) != given[0][name] for values in given)
+    ]
+    if differing:
+        raise ArgumentError(
+            "the ranks were given different configurations, all but `rank` must be the same: "
+            + "; ".join(differing)
+        )
+
+
+# ---- calls that have passed before ----
+
+
+def kind_of(x: torch.Tensor | None) -> Kind | None:
+    """All that the checks below look at in a tensor. What has passed them once need not be looked at again,
+    which takes half of the host's time in a call of a few tokens."""
+    return None if x is None else (x.shape, x.dtype, x.get_device(), x.is_meta, x.is_contiguous())
+
+
+# ---- dispatch ----
+
+
+def dispatch_shape(
+    config: EpDispatchCombineConfig,
+    device: torch.device,
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    indices: torch.Tensor,
+) -> DispatchShape:
+    """The shape of a dispatch, once everything about its tensors is in order."""
+    n = _rows("input", x, device)
+    hidden, dtype = x.shape[1], x.dtype
+    if n > config.max_num_inp_token_per_rank:
+        raise UnsupportedShape(
+            f"input has {n} tokens, this op was made for max_num_inp_token_per_rank="
+            f"{config.max_num_inp_token_per_rank}: make one with a larger value, or pass fewer tokens at a "
+            f"time"
+        )
+    if dtype not in formats.CODES:
+        raise UnsupportedShape(f"input is {dtype}: allowed are {formats.names(formats.CODES)}")
+    check_hidden(config, hidden, dtype)
+    _check_slots("indices", indices, torch.int32, n, config.num_experts_per_token, device)
+    if weights is not None:
+        _check_slots("weights", weights, torch.float32, n, config.num_experts_per_token, device)
+    if scales is None:
+        return DispatchShape(hidden, dtype, 0, None, weights is not None)
+    if _rows("scales", scales, device) != n:
+        raise LayoutError(f"scales has {scales.shape[0]} rows, input has {n}")
+    scale_dim = scales.shape[1]
+    if scale_dim * scales.dtype.itemsize > config.scale_bytes:
+        raise UnsupportedShape(
+            f"scales has {scale_dim} of {scales.dtype} per row: {scale_dim * scales.dtype.itemsize} bytes, "
+            f"this "
+            f"op was made for scale_dim={config.scale_dim} of scale_type_size={config.scale_type_size}"
+        )
+    return DispatchShape(hidden, dtype, scale_dim, scales.dtype, weights is not None)
+
+
+def check_ids(config: EpDispatchCombineConfig, indices: torch.Tensor) -> None:
+    """With MORI_EP_CHECK_IDS: refuse ids that mean nothing. Looks at the values, so it waits for a device."""
+    if indices.numel() == 0:
+        return
+    if indices.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = ((indices < -1) | (indices >= config.num_experts)).nonzero()
+    if len(wrong):
+        token, slot = wrong[0].tolist()
+        raise ArgumentError(
+            f"indices[{token}, {slot}] is {int(indices[token, slot])}: experts are "
+            f"0..{config.num_experts - 1}, "
+            "and -1 is no expert (MORI_EP_CHECK_IDS looks for this; without it such slots are dropped)"
+        )
+
+
+def check_replay(routing: EpDispatchRoutingHandle | None, n: int) -> None:
+    """A replay has the rows of the dispatch that it repeats."""
+    if routing is not None and routing.cur_rank_num_token != n:
+        raise ArgumentError(
+            f"this routing handle is of a dispatch with {routing.cur_rank_num_token} tokens on this rank, "
+            f"input has {n}: a replay needs the same number"
+        )
+
+
+# ---- combine ----
+
+
+def combine_shape(
+    config: EpDispatchCombineConfig,
+    device: torch.device,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    indices: torch.Tensor,
+    num_tokens: int,
+    *,
+    registered: bool,
+) -> CombineShape:
+    """The shape of a combine. Whether there are enough rows is for the target to see: it knows the count."""
+    if num_tokens < 0:
+        raise ArgumentError("combine without a dispatch before it, and without a routing handle")
+    _rows("input", rows, device)
+    check_hidden(config, rows.shape[1], rows.dtype)
+    if indices.dim() != 2 or indices.shape[0] != num_tokens:
+        raise ArgumentError(
+            f"indices is {tuple(indices.shape)}, the dispatch that this combine belongs to had {num_tokens} "
+            "tokens on this rank: combine takes the very ids that dispatch was given, not those that it "
+            "returned"
+        )
+    _check_slots("indices", indices, torch.int32, num_tokens, config.num_experts_per_token, device)
+    if weights is not None and weights.shape[0] == 0:
+        weights = None
+    if weights is not None:
+        _check_slots(
+            "weights", weights, torch.float32, weights.shape[0], config.num_experts_per_token, device
+        )
+    if registered and config.quant_type != "none":
+        raise UnsupportedShape(
+            f"quant_type={config.quant_type!r} with the registered buffer: a quantised transport makes its "
+            f"own "
+            "rows, so there is no copy to save. Pass rows of your own (use_external_inp_buf=1)"
+        )
+    return CombineShape(rows.shape[1], rows.dtype, weights is not None, registered)
+
+
+def check_combine_dtype(config: EpDispatchCombineConfig, dispatch: torch.dtype, dtype: torch.dtype) -> None:
+    """Rows of this dtype can be combined."""
+    reason = formats.why_not(dispatch, dtype, config.quant_type)
+    if reason:
+        raise UnsupportedShape(f"{formats.triple(dispatch, dtype, config.quant_type)}: {reason}")
+
+
+def check_hidden(config: EpDispatchCombineConfig, hidden: int, dtype: torch.dtype) -> None:
+    """A row of so many elements fits."""
+    if not 1 <= hidden <= config.hidden_dim:
+        raise UnsupportedShape(
+            f"hidden size {hidden}: this op was made for 1..hidden_dim={config.hidden_dim}"
+        )
+    if dtype.itemsize > config.max_token_type_size:
+        raise UnsupportedShape(
+            f"{dtype} has {dtype.itemsize} bytes per element, this op was made for max_token_type_size="
+            f"{config.max_token_type_size}"
+        )
+
+
+# ---- tensors ----
+
+
+def _rows(name: str, x: torch.Tensor, device: torch.device) -> int:
+    """The number of rows of a contiguous matrix on the right device."""
+    if x.dim() != 2:
+        raise LayoutError(f"{name} is {tuple(x.shape)}: two dimensions are needed")
+    if x.device != device:
+        raise LayoutError(f"{name} is on {x.device}, this op is on {device}")
+    if not x.is_contiguous():
+        raise LayoutError(f"{name} has strides {x.stride()}: a contiguous tensor is needed")
+    return x.shape[0]
+
+
+def _check_slots(
+    name: str, x: torch.Tensor, dtype: torch.dtype, n: int, topk: int, device: torch.device
+) -> None:
+    if x.dtype != dtype or tuple(x.shape) != (n, topk):
+        raise LayoutError(f"{name} is {x.dtype} {tuple(x.shape)}: {dtype} {(n, topk)} is needed")
+    _rows(name, x, device)

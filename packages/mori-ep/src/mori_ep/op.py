@@ -1,0 +1,526 @@
+"""`EpDispatchCombineOp`: the two exchanges of an expert-parallel layer.
+
+    op = EpDispatchCombineOp(config, comm)
+    rows, weights, scales, ids, count = op.dispatch(x, weights, None, expert_ids)
+    ...                                              # rows[:count]: apply experts, weights; add up per row
+    out, _ = op.combine(y, None, expert_ids)         # out[:n]: sum over the ranks that a token went to
+
+What is promised:
+  * A row per (token, rank that holds one of its experts), in the order of (source rank, token), on every
+    rank.
+  * Everything returned is a view of the op's own memory at a fixed address, overwritten by the op's next
+    call; rows from `count` on are stale. The same call shape gives the same tensor objects
+    (MORI_EP_DISABLE_VIEW_CACHE=1: new objects over the same memory).
+  * combine adds in fp32, a token's ranks in the order of the first slots that name them, and rounds once.
+  * Ranks may bring different numbers of tokens, also none; they must make the same calls in the same order.
+
+When it is made, all ranks compare the configuration, allocate the window, and meet once more before anybody
+may write into another's memory. A call checks its arguments before it waits for anyone. A call that fails
+while ranks are under way leaves the op unusable, unless it is `elastic`; an argument that is refused leaves
+it as it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mori_shmem
+import torch
+from mori_shmem.errors import ArgumentError, ClosedError, MoriError, UnsupportedShape
+
+from mori_ep import checks, formats
+from mori_ep.config import EpDispatchCombineConfig
+from mori_ep.routing import EpDispatchRoutingHandle
+from mori_ep.settings import CHECK_IDS, DISABLE_VIEW_CACHE, TABLE
+from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape, Runner, target_for
+from mori_ep.turns import CALLS, Turn
+
+if TYPE_CHECKING:
+    from mori_bench import Trace
+
+_numbers = itertools.count(1)
+_MOST_KINDS = 4096  # of calls that are remembered as checked
+
+Dispatched = tuple[
+    torch.Tensor,  # rows [recv capacity, hidden]
+    torch.Tensor,  # weights [recv capacity, k] fp32; stale where dispatch was given none
+    torch.Tensor | None,  # scales [recv capacity, scale_dim]
+    torch.Tensor,  # expert ids [recv capacity, k] int32, global
+    torch.Tensor,  # rows received [1] int32
+]
+Combined = tuple[torch.Tensor, torch.Tensor | None]  # [max tokens, hidden], [max tokens, k] fp32
+Packed = tuple[
+    torch.Tensor,  # rows by expert [experts of this rank, recv capacity, hidden]
+    torch.Tensor,  # rows of each expert [experts of this rank] int32
+    torch.Tensor,  # their source positions [experts of this rank, recv capacity] int32
+    torch.Tensor,  # empty int64, in the place of ranges that this layout does not need
+]
+
+
+class _Prepared(NamedTuple):
+    """What is made once for a shape of call."""
+
+    launch: Any
+    results: tuple[Any, ...] | None  # None: made anew in every call
+
+
+class EpDispatchCombineOp:
+    """See the module. Calls of one op are made one after the other, in the same order on every rank."""
+
+    def __init__(self, config: EpDispatchCombineConfig, comm: mori_shmem.Communicator | None = None) -> None:
+        """Collective. Without `comm` the op makes a communicator of its own among the ranks that torchrun, or
+        torch's default process group, knows, and closes it with itself."""
+        config.check()
+        self.config = config
+        self.values = TABLE.read()
+        self._owned: mori_shmem.Communicator | None = None
+        if comm is None:
+            comm = self._owned = mori_shmem.init(name=f"mori-ep/{next(_numbers)}")
+        self.comm = comm
+        self.trace: Trace | None = None  # set one, and every call adds its steps
+        self._closed = False
+        self._broken: BaseException | None = None
+        self._lock = threading.Lock()
+        self._window: mori_shmem.Window | None = None
+        try:
+            self._construct(comm)
+        except BaseException:
+            self.close()
+            raise
+
+    def _construct(self, comm: mori_shmem.Communicator) -> None:
+        config = self.config
+        target = target_for(comm.backend)
+        self.dispatch_dtype = config.dispatch_dtype or config.data_type
+        self.combine_dtype = config.combine_dtype or formats.combine_dtype_for(config.data_type)
+        checks.check_place(config, comm)
+        checks.check_triple(target, config, self.dispatch_dtype, self.combine_dtype)
+        checks.compare_ranks(config, comm)
+        self.plan = target.plan_for(config)
+        self.layout = target.layout_for(config, self.plan)
+        self._window = comm.alloc(self.layout.nbytes)
+        self._runner: Runner = target.Runner(comm, self._window, self.layout, config, self.plan, self.values)
+        self._cache_views = not self.values[DISABLE_VIEW_CACHE]
+        self._checks_ids = bool(self.values[CHECK_IDS])
+        self._dispatch_kinds: dict[object, DispatchShape] = {}
+        self._combine_kinds: dict[object, CombineShape] = {}
+        self._dispatches: dict[DispatchShape, _Prepared] = {}
+        self._combines: dict[CombineShape, _Prepared] = {}
+        self._num_tokens = self._sent_tokens = -1  # of the last dispatch, and of one that was sent only
+        self._came_with: torch.Tensor | None = None  # the weights of the last dispatch_standard_moe
+        self._no_ranges = torch.empty(0, dtype=torch.int64, device=comm.device)
+        self.packed_recv_scales: torch.Tensor | None = None
+        self._half: str | None = None  # the second half that is due
+        self._turns = {what: Turn(self, what) for what in CALLS}
+        self.local_expert_count = torch.zeros(
+            config.num_experts_per_rank, dtype=torch.int32, device=comm.device
+        )
+        # Zeroed on this rank, then everybody: a peer's first rows must not be wiped by our zeroing.
+        comm.barrier()
+
+    # ---- dispatch ----
+
+    def dispatch(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+        call_local_expert_count: bool = False,
+        *,
+        routing: EpDispatchRoutingHandle | None = None,
+        return_routing: bool = False,
+    ) -> Any:
+        """Send every row to the ranks of its experts. Collective. Returns `Dispatched`; with return_routing
+        the handle of this dispatch as a sixth value.
+
+        input    # [n, hidden], a row's payload; n from 0 to the capacity, hidden up to hidden_dim
+        weights  # [n, k] fp32, or None
+        scales   # [n, scale_dim], or None
+        indices  # [n, k] int32: global expert ids; -1, or any id that no rank has: the slot goes nowhere
+        routing  # a handle: rows go where they went in that dispatch, which had the same n (all ranks replay)
+        """
+        shape = self._dispatch_shape(input, weights, scales, indices)
+        call = DispatchCall(
+            input, weights, scales, indices, routing, (block_num, rdma_block_num, warp_per_block)
+        )
+        if self._checks_ids:
+            checks.check_ids(self.config, indices)
+        n: int = input.shape[0]
+        checks.check_replay(routing, n)
+        with self._turns["dispatch"]:
+            prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
+            self._num_tokens = -1  # until this one has come through
+            self._runner.dispatch(prepared.launch, call)
+            self._num_tokens = n
+            if call_local_expert_count:
+                self._runner.count_experts(self.local_expert_count)
+            handle = self._runner.routing() if return_routing else routing
+        results = prepared.results or self._dispatch_views(shape)
+        if handle is not None:
+            results = (*results[:4], handle.recv_count)
+        return (*results, handle) if return_routing else results
+
+    def dispatch_send(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> Dispatched:
+        """The half of `dispatch` that waits for nobody; the tensors are those that `dispatch_recv` will fill.
+
+        Only AsyncLL has two halves; with the other kernel types this is all of it.
+        """
+        shape = self._dispatch_shape(input, weights, scales, indices)
+        call = DispatchCall(
+            input, weights, scales, indices, None, (block_num, rdma_block_num, warp_per_block)
+        )
+        if self._checks_ids:
+            checks.check_ids(self.config, indices)
+        with self._turns["dispatch_send"]:
+            prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
+            self._num_tokens = -1
+            self._runner.dispatch_send(prepared.launch, call)
+            self._sent_tokens = input.shape[0]
+            self._half = "dispatch_recv"
+        results: Dispatched = prepared.results or self._dispatch_views(shape)
+        return results
+
+    def dispatch_recv(
+        self, block_num: int = -1, warp_per_block: int = -1, call_local_expert_count: bool = False
+    ) -> None:
+        """The half that waits. It goes by what the send was given; nothing is passed again."""
+        with self._turns["dispatch_recv"]:
+            self._half = None
+            self._runner.dispatch_recv()
+            self._num_tokens = self._sent_tokens
+            if call_local_expert_count:
+                self._runner.count_experts(self.local_expert_count)
+
+    # ---- combine ----
+
+    def combine(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+        use_external_inp_buf: int = -1,
+        call_reset: bool = False,
+        *,
+        routing: EpDispatchRoutingHandle | None = None,
+    ) -> Combined:
+        """Bring every token's rows home and add them up. Collective.
+
+        input    # [>= rows received, hidden] in the order of dispatch's rows, already multiplied by the
+                 # router's weights and added up over this rank's experts
+        weights  # [>= rows received, k] fp32, or None: added up likewise
+        indices  # this rank's own [n, k] of the dispatch, not the ids that came with the rows
+        use_external_inp_buf  # 0: `input` is the registered buffer (zero copy); -1: as configured
+        routing  # the handle of the dispatch that this belongs to; without it, the last dispatch
+        """
+        shape, call = self._combine_call(
+            input,
+            weights,
+            indices,
+            (block_num, rdma_block_num, warp_per_block),
+            use_external_inp_buf,
+            routing,
+        )
+        with self._turns["combine"]:
+            prepared = self._combines.get(shape) or self._prepare_combine(shape)
+            self._runner.combine(prepared.launch, call)
+        results: Combined = prepared.results or self._combine_views(shape)
+        return results
+
+    def combine_send(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+        use_external_inp_buf: int = -1,
+    ) -> Combined:
+        """The half of `combine` that waits for nobody."""
+        shape, call = self._combine_call(
+            input,
+            weights,
+            indices,
+            (block_num, rdma_block_num, warp_per_block),
+            use_external_inp_buf,
+            None,
+        )
+        with self._turns["combine_send"]:
+            prepared = self._combines.get(shape) or self._prepare_combine(shape)
+            self._runner.combine_send(prepared.launch, call)
+            self._half = "combine_recv"
+        results: Combined = prepared.results or self._combine_views(shape)
+        return results
+
+    def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
+        """The half that waits, with the shape of its send."""
+        with self._turns["combine_recv"]:
+            self._half = None
+            self._runner.combine_recv()
+
+    def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
+        """[recv capacity, hidden] of this rank's window, for combine without a copy: fill its first rows,
+        pass it to combine with use_external_inp_buf=0. It may be filled from the moment a dispatch has
+        returned."""
+        self._check_usable()
+        hidden = self.config.hidden_dim if hidden_dim == -1 else hidden_dim
+        checks.check_combine_dtype(self.config, self.dispatch_dtype, dtype)
+        checks.check_hidden(self.config, hidden, dtype)
+        return self._runner.view("y", (self.config.recv_capacity, hidden), dtype)
+
+    # ---- rows by expert ----
+
+    def dispatch_standard_moe(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> Packed:
+        """`dispatch`, and its rows laid out by expert. Collective. The weights that came along are kept for
+        `combine_standard_moe`, the scales are in `packed_recv_scales`."""
+        rows, came, scale, ids, _ = self.dispatch(
+            input, weights, scales, indices, block_num, rdma_block_num, warp_per_block
+        )
+        self._came_with = came if weights is not None else None
+        return self._packed(rows, ids, scale)
+
+    def combine_standard_moe(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        indices: torch.Tensor,
+        block_num: int = -1,
+        rdma_block_num: int = -1,
+        warp_per_block: int = -1,
+    ) -> Combined:
+        """The way back of `dispatch_standard_moe`: every expert's row times its weight, added up here, then
+        `combine`. Collective.
+
+        input    # [experts of this rank, recv capacity, hidden]
+        weights  # as for `combine`: sums of weights that are wanted besides; usually None
+        """
+        rows = self.convert_combine_input(input, weights=self._came_with)
+        return self.combine(
+            rows, weights, indices, block_num, rdma_block_num, warp_per_block, use_external_inp_buf=0
+        )
+
+    def convert_dispatch_output(
+        self,
+        dispatch_out_x: torch.Tensor,
+        dispatch_out_topk_idx: torch.Tensor,
+        *,
+        dispatch_out_scales: torch.Tensor | None = None,
+        **geometry: int,
+    ) -> Packed:
+        """The rows of the last dispatch, laid out by expert: the tensors are those that it returned. With its
+        scales, theirs are in `packed_recv_scales`. Between the halves of a dispatch: what will be filled."""
+        return self._packed(dispatch_out_x, dispatch_out_topk_idx, dispatch_out_scales)
+
+    def convert_combine_input(
+        self,
+        packed_recv_x: torch.Tensor,
+        packed_recv_src_info: torch.Tensor | None = None,
+        packed_recv_layout_range: torch.Tensor | None = None,
+        *,
+        weights: torch.Tensor | None = None,
+        **geometry: int,
+    ) -> torch.Tensor:
+        """The way back: [recv capacity, hidden] in the registered buffer, for `combine` with
+        use_external_inp_buf=0. Every expert's row is multiplied by its slot in `weights`, those that dispatch
+        returned; without them rows are added as they are."""
+        self._check_usable()
+        if packed_recv_x.dim() != 3:
+            raise ArgumentError(
+                f"packed_recv_x is {tuple(packed_recv_x.shape)}: [experts, rows, hidden] is needed"
+            )
+        into = self.get_registered_combine_input_buffer(packed_recv_x.dtype, packed_recv_x.shape[2])
+        self._runner.from_experts(packed_recv_x, weights, into)
+        return into
+
+    def _packed(self, rows: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None) -> Packed:
+        self._check_usable()
+        packed, packed_scales, count, positions = self._runner.to_experts(rows, ids, scales)
+        self.packed_recv_scales = packed_scales
+        return packed, count, positions, self._no_ranges
+
+    # ---- what came, and from where ----
+
+    def get_dispatch_src_token_pos(self) -> torch.Tensor:
+        """[rows received] int32: source rank * (world_size * max tokens) + source token, row by row."""
+        self._check_usable()
+        return self._runner.view("out_positions", (self._runner.received_rows(),), torch.int32)
+
+    def decode_send_flat_idx(self, position: int) -> tuple[int, int]:
+        """(source rank, source token) of such a number."""
+        stride = self.config.position_stride
+        return int(position) // stride, int(position) % stride
+
+    # ---- ranks that are left out ----
+
+    def update_mask(self, rank: int, masked: bool) -> None:
+        """Leave a rank out of all calls from the next one on, or take it in again. Local; needs `elastic`. A
+        rank that is taken in must have made as many calls as the others, and all must take it in at the same
+        call."""
+        self._check_elastic()
+        if type(rank) is not int or not 0 <= rank < self.config.world_size or rank == self.config.rank:
+            raise ArgumentError(
+                f"rank {rank!r} cannot be masked here: ranks are 0..{self.config.world_size - 1}, and this "
+                f"is "
+                f"rank {self.config.rank}"
+            )
+        self._runner.set_masked(rank, masked)
+
+    def query_mask(self) -> torch.Tensor:
+        """[world_size] int32: 1 for each rank that is left out."""
+        self._check_elastic()
+        return torch.tensor([int(m) for m in self._runner.masked()], dtype=torch.int32)
+
+    def clean_mask(self) -> None:
+        """Take all ranks in again."""
+        self._check_elastic()
+        for rank in range(self.config.world_size):
+            if rank != self.config.rank:
+                self._runner.set_masked(rank, False)
+
+    # ---- life ----
+
+    def reset(self) -> None:
+        """Nothing needs it: every call leaves the op ready for the next. Kept for those who call it."""
+        self._check_usable()
+
+    @property
+    def window_bytes(self) -> int:
+        """The bytes of symmetric memory that this op holds on this rank."""
+        return int(self.layout.nbytes)
+
+    def close(self) -> None:
+        """Give the window back. Local; twice is fine. Tensors over it stay readable."""
+        self._closed = True
+        if self._window is not None:
+            self._window.close()
+        if self._owned is not None:
+            self._owned.close()
+
+    def __enter__(self) -> EpDispatchCombineOp:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside a call ----
+
+    def _combine_call(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        indices: torch.Tensor,
+        geometry: tuple[int, int, int],
+        use_external_inp_buf: int,
+        routing: EpDispatchRoutingHandle | None,
+    ) -> tuple[CombineShape, CombineCall]:
+        external = self.config.use_external_inp_buf if use_external_inp_buf == -1 else use_external_inp_buf
+        num_tokens = self._num_tokens if routing is None else routing.cur_rank_num_token
+        kinds = (num_tokens, external, *map(checks.kind_of, (input, weights, indices)))
+        shape = self._combine_kinds.get(kinds)
+        if shape is None:
+            shape = checks.combine_shape(
+                self.config, self.comm.device, input, weights, indices, num_tokens, registered=not external
+            )
+            checks.check_combine_dtype(self.config, self.dispatch_dtype, shape.dtype)
+            _remember(self._combine_kinds, kinds, shape)
+        return shape, CombineCall(input, weights if shape.weights else None, num_tokens, routing, geometry)
+
+    def _dispatch_shape(
+        self,
+        input: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+    ) -> DispatchShape:
+        """The shape of a dispatch, checked unless its like has been before."""
+        kind_of = checks.kind_of
+        kinds = (kind_of(input), kind_of(weights), kind_of(scales), kind_of(indices))
+        shape = self._dispatch_kinds.get(kinds)
+        if shape is None:
+            shape = checks.dispatch_shape(self.config, self.comm.device, input, weights, scales, indices)
+            _remember(self._dispatch_kinds, kinds, shape)
+        return shape
+
+    def _prepare_dispatch(self, shape: DispatchShape) -> _Prepared:
+        launch = self._runner.prepare_dispatch(shape)
+        results = self._dispatch_views(shape) if self._cache_views else None
+        prepared = self._dispatches[shape] = _Prepared(launch, results)
+        return prepared
+
+    def _prepare_combine(self, shape: CombineShape) -> _Prepared:
+        launch = self._runner.prepare_combine(shape)
+        results = self._combine_views(shape) if self._cache_views else None
+        prepared = self._combines[shape] = _Prepared(launch, results)
+        return prepared
+
+    def _dispatch_views(self, shape: DispatchShape) -> Dispatched:
+        rows, topk, view = self.config.recv_capacity, self.config.num_experts_per_token, self._runner.view
+        scales = None
+        if shape.scale_dtype is not None:
+            scales = view("out_scales", (rows, shape.scale_dim), shape.scale_dtype)
+        return (
+            view("out", (rows, shape.hidden), shape.dtype),
+            view("out_weights", (rows, topk), torch.float32),
+            scales,
+            view("out_indices", (rows, topk), torch.int32),
+            view("recv_count", (1,), torch.int32),
+        )
+
+    def _combine_views(self, shape: CombineShape) -> Combined:
+        tokens, topk = self.config.max_num_inp_token_per_rank, self.config.num_experts_per_token
+        weights = (
+            self._runner.view("result_weights", (tokens, topk), torch.float32) if shape.weights else None
+        )
+        return self._runner.view("result", (tokens, shape.hidden), shape.dtype), weights
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("this EpDispatchCombineOp is closed")
+        if self._broken is not None:
+            raise MoriError(
+                "this EpDispatchCombineOp cannot be used any more since a call failed with "
+                f"{type(self._broken).__name__}: {self._broken}. Close it; make a new communicator and a new "
+                f"op"
+            )
+
+    def _check_elastic(self) -> None:
+        self._check_usable()
+        if not self.config.elastic:
+            raise UnsupportedShape("elastic=False: only an op made with elastic=True can leave ranks out")
+
+
+def _remember(kinds: dict[Any, Any], kind: object, shape: object) -> None:
+    """What has passed the checks; so many different ones that memory would matter are forgotten."""
+    if len(kinds) >= _MOST_KINDS:
+        kinds.clear()
+    kinds[kind] = shape

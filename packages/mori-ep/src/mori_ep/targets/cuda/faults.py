@@ -1,0 +1,100 @@
+"""What kernels of this target leave in the fault record, in words."""
+
+from __future__ import annotations
+
+import ctypes
+
+import mori_shmem
+from mori_shmem.errors import (
+    ArgumentError,
+    CollectiveMismatch,
+    MoriError,
+    PeerDied,
+    PeerTimeout,
+    UnsupportedShape,
+)
+from mori_shmem.targets.fault_record import FIELDS
+
+_OURS = 0xE0000
+_OVERFLOW, _DIFFERENT_CALL, _TOO_FEW_ROWS = 0xE0009, 0xE000A, 0xE000B
+_WAITS = {  # WAIT_* of protocol.cuh
+    0xE0001: "the header of a dispatch",
+    0xE0002: "the rows of a dispatch (tokens stored so far)",
+    0xE0003: "a row of a dispatch, as packets",
+    0xE0004: "its own blocks to meet",
+    0xE0005: "the beginning of a combine",
+    0xE0006: "rows to read in a combine",
+    0xE0007: "the end of reading in a combine",
+    0xE0008: "a row of a combine, as packets",
+}
+
+
+class Faults:
+    """The communicator's record, looked at in each call: a load, where nothing has happened."""
+
+    def __init__(self, comm: mori_shmem.Communicator) -> None:
+        self._comm = comm
+        self._words = (ctypes.c_uint32 * len(FIELDS)).from_address(comm.core.record.address)
+        self._failed: MoriError | None = None
+
+    def check(self) -> None:
+        """Raise what a kernel of an earlier call has left, from then on in every call: ranks find out at
+        different calls, so that those after it do not belong together."""
+        if self._words[0] or self._failed is not None:
+            self._raise()
+
+    def forgive(self) -> None:
+        """Go on: whoever was late is masked now."""
+        self._failed = None
+
+    def _raise(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        found = dict(zip(FIELDS, self._words, strict=True))
+        if found["what"] & ~0xFF != _OURS:
+            self._comm.check()
+            return
+        if found["code"] != 1:
+            return  # being written
+        self._words[0] = 0
+        self._failed = self._named(error_of(found, self._comm.timeout_s))
+        raise self._failed
+
+    def _named(self, error: MoriError) -> MoriError:
+        """A rank that is late because it has died is said to have."""
+        if isinstance(error, PeerTimeout):
+            states = self._comm.core.peer_states()
+            dead = [rank for rank in error.peers if states[rank] == "dead"]
+            if dead:
+                return PeerDied(f"rank {dead[0]} has died. {error}", rank=error.rank, peers=dead)
+        return error
+
+
+def error_of(found: dict[str, int], timeout_s: float) -> MoriError:
+    """The error that a record stands for."""
+    rank, peer, seen, wanted = (found[name] for name in ("rank", "peer", "seen", "wanted"))
+    if found["what"] == _OVERFLOW:
+        return UnsupportedShape(
+            f"rank {peer} sends {seen} rows to rank {found['index']} in one dispatch, which has room for "
+            f"{wanted} of each rank: make the op with a larger max_total_recv_tokens, or 0"
+        )
+    if found["what"] == _DIFFERENT_CALL:
+        return CollectiveMismatch(
+            f"rank {peer} made a dispatch of another kind than rank {rank}: hidden size, dtype, scales and "
+            "whether there are weights have to be the same on all ranks"
+        )
+    if found["what"] == _TOO_FEW_ROWS:
+        return ArgumentError(
+            f"rank {rank} combined an input of {seen} rows (or weights of so many), and its dispatch had "
+            f"received {wanted}: all rows are needed, in dispatch's order"
+        )
+    what = _WAITS.get(found["what"], f"flag {found['what']:#x}")
+    return PeerTimeout(
+        f"rank {rank} waited more than {timeout_s:g} s for rank {peer}: {what}, number "
+        f"{found['index']}; seen {seen}, wanted {wanted}. The rank is late, stuck or dead; "
+        "MORI_TIMEOUT_S is the limit",
+        rank=rank,
+        peers=[peer],
+        seen=seen,
+        wanted=wanted,
+    )

@@ -1,0 +1,375 @@
+"""Prepared launches: all that a call of one shape needs but its pointers, its tokens and its stream.
+
+The kernels' arguments live in ctypes structs that are made once; a call patches a few words of them and
+makes one call into the driver. A captured graph keeps its own copy of the arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from ctypes import c_int, c_uint, c_uint64
+from dataclasses import dataclass
+
+import torch
+from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
+from mori_shmem.jit import driver
+
+from mori_ep.targets import CombineShape, DispatchShape
+from mori_ep.targets.cuda import limits
+from mori_ep.targets.cuda.params import (
+    BOTH,
+    COMBINE_BY_PACKETS,
+    PACKET_TOKENS,
+    RECEIVE,
+    ROWS_AS_PACKETS,
+    CombineParams,
+    Common,
+    DispatchParams,
+    RowArrays,
+    RowShape,
+    lanes_of,
+    row_shape,
+    slot_bytes,
+    units,
+)
+from mori_ep.targets.cuda.place import Place, combine_module, dispatch_module
+
+_MOST_PACKET_THREADS = 640  # of a block that carries packets
+_ROW_KERNEL_THREADS = 256
+_PULL_THREADS, _PULL_THREADS_FEW = 256, 128
+
+
+Geometry = tuple[int, int, int]  # blocks, network blocks, warps a block, as callers may ask; -1: as planned
+PLANNED: Geometry = (-1, -1, -1)
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Addresses of what a combine needs of its dispatch."""
+
+    table: int
+    source: int
+    count: int
+    meta: int | None  # None: rebuilt by a caller, who wants packets is not known, so everybody pulls
+
+
+class _Launch:
+    """One kernel on one struct of arguments, by grid and block."""
+
+    def __init__(self, function: driver.Function, params: ctypes.Structure) -> None:
+        self._function, self._params = function, params
+        self._made: dict[tuple[int, int], driver.PreparedLaunch] = {}
+
+    def shaped(self, grid: int, block: int) -> driver.PreparedLaunch:
+        made = self._made.get((grid, block))
+        if made is None:
+            made = self._made[grid, block] = driver.PreparedLaunch(
+                self._function, grid, block, [self._params]
+            )
+        return made
+
+
+class DispatchLaunch:
+    """Dispatches of one shape."""
+
+    def __init__(self, place: Place, shape: DispatchShape) -> None:
+        config, layout = place.config, place.layout
+        row = shape.row_format(config.num_experts_per_token)
+        _check_units("input", shape.hidden, row.payload_bytes)
+        self._place, self.shape = place, shape
+        self._row_shape = row_shape(row.payload_bytes, row.scale_bytes, row.topk, weights=row.weights)
+        num_units = self._row_shape.payload_units + self._row_shape.tail_units
+        self._whole_tail = bool(self._row_shape.aligned)
+        self._lanes = _threads_a_row(num_units, _MOST_PACKET_THREADS)
+        self._digest = zlib.crc32(repr(shape).encode()) << 8 & 0xFFFFFFFF  # calls that differ are noticed
+        self._most_packets = min(
+            limits.most_dispatch_packets(config, row.nbytes),
+            PACKET_TOKENS,
+            layout.dispatch_slots_bytes // slot_bytes(num_units) if config.world_size > 1 else PACKET_TOKENS,
+        )
+        self._most_home_packets = limits.most_combine_packets(config, config.row_bytes)
+        self.params = self._make_params()
+        module = dispatch_module(place.device)
+        self._packets = _Launch(module.function("dispatch_packets"), self.params)
+        self._rows = _Launch(module.function("dispatch_rows"), self.params)
+        self._patch = _DispatchWords(self.params)
+        self._key: tuple[int, Geometry] = (-1, PLANNED)
+        self._prepared: driver.PreparedLaunch | None = None
+
+    def _make_params(self) -> DispatchParams:
+        place, layout = self._place, self._place.layout
+        experts = place.config.num_experts_per_rank
+        p = DispatchParams(
+            c=place.common(layout.dispatch_state, ctypes.sizeof(DispatchParams)),
+            shape=self._row_shape,
+            mask_packets=-(-self._most_packets // 96),  # 32 tokens a word, three words a packet
+            room=place.config.recv_per_source,
+            experts_a_rank=experts,
+            experts_inverse=-(-(1 << 32) // experts) & 0xFFFFFFFF,
+            at_header=layout.headers.offset_bytes,
+            at_slots=layout.dispatch_slots.offset_bytes,
+            slots_a_source=layout.dispatch_slots_bytes,
+            at_done=layout.done.offset_bytes,
+            at_payload=layout.out.offset_bytes,
+            at_scales=layout.out_scales.offset_bytes,
+            at_ids=layout.out_indices.offset_bytes,
+            at_weights=layout.out_weights.offset_bytes,
+            at_source=layout.out_positions.offset_bytes,
+            table=place.mine(layout.table),
+            meta=place.mine(layout.meta),
+            count=place.mine(layout.recv_count),
+            block_counts=place.mine(layout.block_counts),
+        )
+        p.c.phases = BOTH
+        return p
+
+    def _choose(self, tokens: int, geometry: Geometry) -> driver.PreparedLaunch:
+        """The kernel and its geometry for so many tokens."""
+        words, blocks = self._patch, _blocks(self._place.blocks, geometry)
+        home = COMBINE_BY_PACKETS if tokens <= self._most_home_packets else 0
+        words.tokens.value, self._key = tokens, (tokens, geometry)
+        if tokens <= self._most_packets:
+            words.flags.value = self._digest | ROWS_AS_PACKETS | home
+            words.threads_a_row.value = self._lanes
+            rows = _rows_a_block(2 * tokens, blocks, self._lanes, _MOST_PACKET_THREADS)  # sent and received
+            made = self._packets.shaped(blocks, self._lanes * rows)
+        else:
+            words.flags.value = self._digest | home
+            threads = _threads(_ROW_KERNEL_THREADS, geometry, 512)
+            words.threads_a_row.value = min(self._lanes, threads)
+            made = self._rows.shaped(blocks, threads)
+        self._prepared = made
+        return made
+
+    def set_alive(self, ranks: int) -> None:
+        self.params.c.alive = ranks
+
+    def launch(
+        self,
+        stream: int,
+        x: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        indices: torch.Tensor,
+        replay: torch.Tensor | None = None,
+        geometry: Geometry = PLANNED,
+        phases: int = BOTH,
+    ) -> None:
+        """One kernel. The tensors are read when it runs."""
+        tokens = x.shape[0]
+        made = self._prepared
+        if (tokens, geometry) != self._key or made is None:
+            made = self._choose(tokens, geometry)
+        words = self._patch
+        payload, ids = x.data_ptr(), indices.data_ptr()
+        of_weights = 0 if weights is None else weights.data_ptr()
+        of_scales = 0 if scales is None else scales.data_ptr()
+        words.payload.value, words.ids.value = payload, ids
+        words.weights.value, words.scales.value = of_weights, of_scales
+        words.aligned.value = self._whole_tail and not (ids | of_weights | of_scales) & 15
+        words.replay.value = 0 if replay is None else replay.data_ptr()
+        words.phases.value = phases
+        if payload & 15:
+            raise _misaligned("input", payload)
+        made.launch(stream)
+
+    def receive(self, stream: int) -> None:
+        """The second half of what was launched last."""
+        assert self._prepared is not None
+        self._patch.phases.value = RECEIVE
+        self._prepared.launch(stream)
+
+
+class CombineLaunch:
+    """Combines of one shape."""
+
+    def __init__(self, place: Place, shape: CombineShape) -> None:
+        config, layout = place.config, place.layout
+        self._place, self.shape = place, shape
+        row_bytes = shape.hidden * shape.dtype.itemsize
+        _check_units("input", shape.hidden, row_bytes)
+        if config.quant_type != "none":
+            _check_wire(config.quant_type, shape.hidden, place.wire_block)
+        num_units = units(row_bytes) + (units(4 * config.num_experts_per_token) if shape.weights else 0)
+        self._lanes = _threads_a_row(num_units, _MOST_PACKET_THREADS)
+        self._most_packets = limits.most_combine_packets(config, config.row_bytes)
+        self.params = self._make_params(row_bytes)
+        module = combine_module(place.device, shape.dtype, config.quant_type)
+        self._pull = _Launch(module.function("combine_pull"), self.params)
+        self._packets: _Launch | None = None
+        if config.quant_type == "none":
+            self._packets = _Launch(module.function("combine_packets"), self.params)
+        self._patch = _CombineWords(self.params)
+        self._registered = place.mine(layout.y)
+        self._key: tuple[int, bool, Geometry] = (-1, False, PLANNED)
+        self._prepared: driver.PreparedLaunch | None = None
+
+    def _make_params(self, row_bytes: int) -> CombineParams:
+        place, layout, config, shape = self._place, self._place.layout, self._place.config, self.shape
+        quantised = config.quant_type != "none"
+        p = CombineParams(
+            c=place.common(layout.combine_state, ctypes.sizeof(CombineParams)),
+            y=place.mine(layout.y),
+            payload_units=row_bytes // 16,
+            wire_units=shape.hidden // 16 if quantised else row_bytes // 16,
+            scale_units=shape.hidden // place.wire_block,
+            stages=int(quantised or not shape.registered),
+            at_slots=layout.combine_slots.offset_bytes,
+            slots_a_source=layout.combine_slots_bytes,
+            at_y=(layout.y_wire if quantised else layout.y).offset_bytes,
+            at_y_scales=layout.y_scales.offset_bytes,
+            at_y_weights=layout.y_weights.offset_bytes,
+            at_entered=layout.entered.offset_bytes,
+            at_ready=layout.ready.offset_bytes,
+            at_finished=layout.finished.offset_bytes,
+            out=place.mine(layout.result),
+            out_weights=place.mine(layout.result_weights),
+        )
+        p.c.phases = BOTH
+        return p
+
+    def _choose(self, tokens: int, packets: bool, geometry: Geometry) -> driver.PreparedLaunch:
+        """The kernel and its geometry for so many tokens."""
+        words, blocks = self._patch, _blocks(self._place.blocks, geometry)
+        words.tokens.value, self._key = tokens, (tokens, packets, geometry)
+        if packets and self._packets is not None:
+            words.threads_a_row.value = self._lanes
+            rows = _rows_a_block(tokens, blocks, self._lanes, _MOST_PACKET_THREADS)
+            made = self._packets.shaped(blocks, self._lanes * rows)
+        else:
+            threads = _threads(_PULL_THREADS if tokens > blocks else _PULL_THREADS_FEW, geometry, 256)
+            words.threads_a_row.value = min(32 if tokens >= limits.WARP_A_TOKEN else 128, threads)
+            made = self._pull.shaped(blocks, threads)
+        self._prepared = made
+        return made
+
+    def set_alive(self, ranks: int) -> None:
+        self.params.c.alive = ranks
+
+    def launch(
+        self,
+        stream: int,
+        y: torch.Tensor,
+        weights: torch.Tensor | None,
+        tokens: int,
+        maps: Maps,
+        *,
+        guard: bool = False,
+        geometry: Geometry = PLANNED,
+        phases: int = BOTH,
+    ) -> None:
+        """One kernel. The tensors are read when it runs."""
+        packets = maps.meta is not None and tokens <= self._most_packets
+        made = self._prepared
+        if (tokens, packets, geometry) != self._key or made is None:
+            made = self._choose(tokens, packets, geometry)
+        words = self._patch
+        given = y.shape[0] if weights is None else min(y.shape[0], weights.shape[0])
+        rows = self._registered if not given else y.data_ptr()
+        if self.shape.registered and rows != self._registered:
+            raise ArgumentError(
+                "input is not the registered buffer of this op (get_registered_combine_input_buffer), which "
+                "use_external_inp_buf=0 says"
+            )
+        words.y.value, words.y_rows.value = rows, given
+        words.weights.value = 0 if weights is None else weights.data_ptr()
+        words.table.value, words.source.value = maps.table, maps.source
+        words.meta.value, words.count.value = maps.meta or 0, maps.count
+        words.guard.value, words.phases.value = guard, phases
+        if rows & 15:
+            raise _misaligned("input", rows)
+        made.launch(stream)
+
+    def receive(self, stream: int) -> None:
+        """The second half of what was launched last."""
+        assert self._prepared is not None
+        self._patch.phases.value = RECEIVE
+        self._prepared.launch(stream)
+
+
+def _threads_a_row(num_units: int, most: int) -> int:
+    """Threads that carry a row of so many units as packets: all of it at once, or in even passes."""
+    lanes = lanes_of(num_units)
+    passes = -(-lanes // min(most, 512))
+    return -(-lanes // passes // 32) * 32
+
+
+def _rows_a_block(rows: int, blocks: int, threads_a_row: int, most: int) -> int:
+    """How many rows a block carries at a time."""
+    return max(1, min(-(-rows // blocks), most // threads_a_row))
+
+
+def _blocks(most: int, geometry: Geometry) -> int:
+    """Of a grid: never more than are resident together."""
+    return most if geometry[0] <= 0 else max(2, min(geometry[0], most))
+
+
+def _threads(planned: int, geometry: Geometry, most: int) -> int:
+    return planned if geometry[2] <= 0 else min(32 * geometry[2], most)
+
+
+def _check_units(name: str, hidden: int, row_bytes: int) -> None:
+    if row_bytes % 16:
+        raise UnsupportedShape(
+            f"{name} has rows of {hidden} elements, {row_bytes} bytes: the cuda target moves 16 bytes "
+            "at a time, so a row has to be a multiple of that"
+        )
+
+
+def _check_wire(quant_type: str, hidden: int, block: int) -> None:
+    """Rows of a quantised transport, in units of 16 values and blocks of a power of two of them."""
+    if hidden % 16:
+        raise UnsupportedShape(
+            f"{quant_type} with rows of {hidden} elements: a multiple of 16 on the cuda target"
+        )
+    if quant_type == "fp8_blockwise" and (block not in (16, 32, 64, 128, 256, 512) or hidden % block):
+        raise UnsupportedShape(
+            f"fp8_blockwise with rows of {hidden} elements in blocks of {block}: whole blocks of 16, "
+            "32, 64, 128, 256 or 512 values on the cuda target (MORI_FP8_COMBINE_SCALE_DIM)"
+        )
+
+
+def _misaligned(name: str, address: int) -> LayoutError:
+    return LayoutError(
+        f"{name} begins at {address:#x}: the cuda target moves 16 bytes at a time, so a tensor's "
+        "first row has to begin at a multiple of 16 (copy it, or slice at another row)"
+    )
+
+
+class _DispatchWords:
+    """The words of the arguments that change from call to call, in place."""
+
+    def __init__(self, p: DispatchParams) -> None:
+        base, c = ctypes.addressof(p), DispatchParams.c.offset
+        self._keep = p
+        self.phases = c_uint.from_address(base + c + Common.phases.offset)
+        self.tokens = c_int.from_address(base + c + Common.tokens.offset)
+        self.threads_a_row = c_int.from_address(base + c + Common.threads_a_row.offset)
+        self.aligned = c_int.from_address(base + DispatchParams.shape.offset + RowShape.aligned.offset)
+        self.flags = c_uint.from_address(base + DispatchParams.flags.offset)
+        self.replay = c_uint64.from_address(base + DispatchParams.replay.offset)
+        rows = base + DispatchParams.input.offset
+        self.payload = c_uint64.from_address(rows + RowArrays.payload.offset)
+        self.scales = c_uint64.from_address(rows + RowArrays.scales.offset)
+        self.ids = c_uint64.from_address(rows + RowArrays.ids.offset)
+        self.weights = c_uint64.from_address(rows + RowArrays.weights.offset)
+
+
+class _CombineWords:
+    """The same of a combine."""
+
+    def __init__(self, p: CombineParams) -> None:
+        base, c = ctypes.addressof(p), CombineParams.c.offset
+        self._keep = p
+        self.phases = c_uint.from_address(base + c + Common.phases.offset)
+        self.tokens = c_int.from_address(base + c + Common.tokens.offset)
+        self.threads_a_row = c_int.from_address(base + c + Common.threads_a_row.offset)
+        self.guard = c_int.from_address(base + CombineParams.guard.offset)
+        self.y = c_uint64.from_address(base + CombineParams.y.offset)
+        self.y_rows = c_int.from_address(base + CombineParams.y_rows.offset)
+        self.weights = c_uint64.from_address(base + CombineParams.weights.offset)
+        self.table = c_uint64.from_address(base + CombineParams.table.offset)
+        self.source = c_uint64.from_address(base + CombineParams.source.offset)
+        self.meta = c_uint64.from_address(base + CombineParams.meta.offset)
+        self.count = c_uint64.from_address(base + CombineParams.count.offset)

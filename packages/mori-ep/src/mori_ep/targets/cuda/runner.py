@@ -1,0 +1,280 @@
+"""Calls of one op on this rank: a look at the fault record, a few words of arguments, one launch.
+
+A kernel is queued on the caller's stream and nothing is waited for: what a call returns is there in stream
+order. What went wrong in a kernel (a peer that is late, too many rows) is raised by the op's next call.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int, c_void_p
+from typing import Any, TypeVar
+
+import mori_shmem
+import torch
+from mori_shmem.errors import ArgumentError, MoriError, PeerError
+from mori_shmem.jit import driver
+from mori_shmem.settings import Snapshot
+
+from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from mori_ep.plan import Plan
+from mori_ep.routing import EpDispatchRoutingHandle
+from mori_ep.settings import FP8_COMBINE_SCALE_DIM
+from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
+from mori_ep.targets.cuda.experts import ExpertRows
+from mori_ep.targets.cuda.faults import Faults
+from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch, Maps
+from mori_ep.targets.cuda.layout import Layout
+from mori_ep.targets.cuda.params import BOTH, GAVE_UP, META_MINE, META_SENT, META_WORDS, SEND
+from mori_ep.targets.cuda.place import Place, blocks_of, tables_module
+
+_L = TypeVar("_L", DispatchLaunch, CombineLaunch)
+_COPY_BLOCKS = 8
+_BLOCK_VALUES = 128  # that share a scale in fp8_blockwise, unless the setting says otherwise
+
+
+class Routing(EpDispatchRoutingHandle):
+    """A handle made here also keeps who wants packets; one that a caller puts together does not, and
+    pulls."""
+
+    meta: torch.Tensor | None = None
+
+
+class Runner:
+    """One op's window on this rank."""
+
+    def __init__(
+        self,
+        comm: mori_shmem.Communicator,
+        window: mori_shmem.Window,
+        layout: Layout,
+        config: EpDispatchCombineConfig,
+        plan: Plan,
+        values: Snapshot,
+    ) -> None:
+        self._comm, self._window, self._layout, self._config = comm, window, layout, config
+        self._device: int = comm.device.index or 0
+        scales = int(values[FP8_COMBINE_SCALE_DIM])
+        self._place = Place(
+            config,
+            layout,
+            list(window.addresses),
+            self._device,
+            self._blocks(),
+            comm.core.record.address,
+            comm.timeout_s,
+            config.hidden_dim // scales if scales else _BLOCK_VALUES,
+        )
+        self._faults = Faults(comm)
+        self._raw_stream = torch._C._cuda_getCurrentRawStream
+        self._in_halves = config.kernel_type is EpDispatchCombineKernelType.AsyncLL
+        place = self._place
+        self._maps = Maps(
+            place.mine(layout.table),
+            place.mine(layout.out_positions),
+            place.mine(layout.recv_count),
+            place.mine(layout.meta),
+        )
+        self._experts: ExpertRows | None = None
+        self._launches: list[DispatchLaunch | CombineLaunch] = []
+        self._last: DispatchLaunch | CombineLaunch | None = None
+        self._tokens = 0  # of the last dispatch
+        self._since_combine = 0  # dispatches since the last combine
+        self._alive = (1 << config.world_size) - 1
+
+    def _blocks(self) -> int:
+        """Blocks of a grid: this rank's share of the SMs of its GPU."""
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        return blocks_of(self._device, self._comm.all_gather(uuid).count(uuid))
+
+    def view(self, region: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a region, from its start."""
+        return self._window.tensor(shape, dtype, self._layout.regions()[region].offset_bytes)
+
+    # ---- calls ----
+
+    def prepare_dispatch(self, shape: DispatchShape) -> DispatchLaunch:
+        """Arguments and code for dispatches of this shape."""
+        return self._keep(DispatchLaunch(self._place, shape))
+
+    def prepare_combine(self, shape: CombineShape) -> CombineLaunch:
+        """The same for combines."""
+        return self._keep(CombineLaunch(self._place, shape))
+
+    def _keep(self, launch: _L) -> _L:
+        launch.set_alive(self._alive)
+        self._launches.append(launch)
+        return launch
+
+    def _stream(self) -> int:
+        """Where a call goes: after what is wrong has been raised, on the caller's stream."""
+        self._check()
+        if torch._C._cuda_getDevice() != self._device:
+            raise MoriError(
+                f"this op is on cuda:{self._device}, but cuda:{torch._C._cuda_getDevice()} is "
+                f"current: call it under torch.cuda.device({self._device})"
+            )
+        return int(self._raw_stream(self._device))
+
+    def dispatch(self, launch: DispatchLaunch, call: DispatchCall, phases: int = BOTH) -> None:
+        """One kernel on the current stream."""
+        replay = call.replay
+        launch.launch(
+            self._stream(),
+            call.x,
+            call.weights,
+            call.scales,
+            call.indices,
+            None if replay is None else replay.disp_dest_tok_id_map,
+            call.geometry,
+            phases,
+        )
+        self._last, self._tokens = launch, call.x.shape[0]
+        self._since_combine += 1
+
+    def dispatch_send(self, launch: DispatchLaunch, call: DispatchCall) -> None:
+        """With AsyncLL, the kernel's sending half. Many tokens wait for the counts of all in this half."""
+        self.dispatch(launch, call, SEND if self._in_halves else BOTH)
+
+    def dispatch_recv(self) -> None:
+        """The receiving half, with the arguments of the sending one."""
+        self._receive()
+
+    def combine(self, launch: CombineLaunch, call: CombineCall, phases: int = BOTH) -> None:
+        """One kernel on the current stream."""
+        routing = call.routing
+        launch.launch(
+            self._stream(),
+            call.rows,
+            call.weights,
+            call.num_tokens,
+            self._maps if routing is None else _maps_of(routing),
+            # The next dispatch tells that peers have read my rows; other uses than one combine a dispatch
+            # cannot count on it.
+            guard=launch.shape.registered and self._since_combine != 1,
+            geometry=call.geometry,
+            phases=phases,
+        )
+        self._last = launch
+        self._since_combine = 0
+
+    def combine_send(self, launch: CombineLaunch, call: CombineCall) -> None:
+        """With AsyncLL, the kernel's sending half."""
+        self.combine(launch, call, SEND if self._in_halves else BOTH)
+
+    def combine_recv(self) -> None:
+        """The receiving half, with the arguments of the sending one."""
+        self._receive()
+
+    def _receive(self) -> None:
+        stream = self._stream()
+        if self._in_halves and self._last is not None:
+            self._last.receive(stream)
+
+    # ---- tables ----
+
+    def routing(self) -> EpDispatchRoutingHandle:
+        """A copy of the maps of the last dispatch, made in stream order by one kernel."""
+        config, n = self._config, self._tokens
+        world, rows, k = config.world_size, config.recv_capacity, config.num_experts_per_token
+        sizes = [n * k, rows, 1, META_WORDS]
+        with torch.cuda.device(self._device):
+            copy = torch.empty(sum(sizes), dtype=torch.int32, device=self._comm.device)
+        maps = self._maps
+        self._run_table_kernel(
+            *("copy_routing", _COPY_BLOCKS, 256),
+            [
+                *(c_void_p(maps.table), c_int(n * k), c_void_p(maps.source), c_int(rows)),
+                *(c_void_p(maps.count), c_void_p(maps.meta), c_int(world), c_void_p(copy.data_ptr())),
+            ],
+        )
+        table, source, count, meta = torch.split(copy, sizes)
+        handle = Routing(
+            disp_dest_tok_id_map=table.view(n, k),
+            disp_tok_id_to_src_tok_id=source,
+            recv_count=count,
+            recv_per_source=meta[:world],  # where META_FIRST is in the original
+            sent_per_rank=meta[META_SENT : META_SENT + world],
+            first_rows=meta[META_MINE : META_MINE + world],
+            cur_rank_num_token=n,
+        )
+        handle.meta = meta
+        return handle
+
+    def received_rows(self) -> int:
+        """Waits for the device."""
+        count = int(self.view("recv_count", (1,), torch.int32).item())
+        self._check()
+        return count
+
+    def count_experts(self, counts: torch.Tensor) -> None:
+        """One small kernel of its own."""
+        config, experts = self._config, self._config.num_experts_per_rank
+        ids = self._place.mine(self._layout.out_indices)
+        self._run_table_kernel(
+            *("count_experts", 1, 1024),
+            [
+                *(c_void_p(ids), c_void_p(self._maps.count), c_int(config.num_experts_per_token)),
+                *(c_int(config.rank * experts), c_int(experts), c_void_p(counts.data_ptr())),
+            ],
+        )
+
+    def _run_table_kernel(self, name: str, grid: int, block: int, args: list[Any]) -> None:
+        function = tables_module(self._device).function(name)
+        driver.PreparedLaunch(function, grid, block, args).launch(self._stream())
+
+    def to_experts(
+        self, rows: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Two small kernels."""
+        if self._experts is None:
+            self._experts = ExpertRows(self._place)
+        return self._experts.spread(rows, ids, scales, self._stream())
+
+    def from_experts(self, packed: torch.Tensor, weights: torch.Tensor | None, into: torch.Tensor) -> None:
+        """One."""
+        if self._experts is None:
+            raise ArgumentError("rows by expert have to be laid out before they can be added up")
+        self._experts.gather(packed, weights, into, self._stream())
+
+    def trace_steps(self, on: bool) -> list[tuple[str, int]]:
+        """None: a call returns before its work is done."""
+        return []
+
+    # ---- ranks that are left out ----
+
+    def masked(self) -> list[bool]:
+        """By rank."""
+        return [not self._alive >> rank & 1 for rank in range(self._config.world_size)]
+
+    def set_masked(self, rank: int, value: bool) -> None:
+        """From the next call on: nothing is sent to the rank or awaited from it. Waits that an earlier call
+        gave up are taken up again."""
+        self._alive = self._alive & ~(1 << rank) | (0 if value else 1 << rank)
+        self._faults.forgive()
+        for launch in self._launches:
+            launch.set_alive(self._alive)
+        stream = int(self._raw_stream(self._device))
+        for state in (self._layout.dispatch_state, self._layout.combine_state):
+            driver.stream_fill(stream, self._place.mine(state) + 4 * GAVE_UP, 0, 1)
+
+    def _check(self) -> None:
+        """Raise what a kernel has left. An elastic op has then masked the rank, and can go on."""
+        try:
+            self._faults.check()
+        except PeerError as error:
+            if self._config.elastic:
+                for peer in error.peers:
+                    if peer != self._config.rank:
+                        self.set_masked(peer, True)
+            raise
+
+
+def _maps_of(routing: EpDispatchRoutingHandle) -> Maps:
+    """The addresses of a handle's tensors."""
+    meta = routing.meta if isinstance(routing, Routing) else None
+    return Maps(
+        routing.disp_dest_tok_id_map.data_ptr(),
+        routing.disp_tok_id_to_src_tok_id.data_ptr(),
+        routing.recv_count.data_ptr(),
+        None if meta is None else meta.data_ptr(),
+    )

@@ -1,0 +1,70 @@
+"""Whose turn it is: one call of an op at a time, the halves of a call in order, and what a failure means."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mori_shmem.errors import ArgumentError, MoriError
+
+if TYPE_CHECKING:
+    from mori_bench import Trace
+
+    from mori_ep.op import EpDispatchCombineOp
+
+CALLS = ("dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send", "combine_recv")
+
+
+class Turn:
+    """One call at a time; whatever goes wrong inside ends the op, since flags and buffers are under way.
+
+    A plain object and no generator: it is in the path of every call.
+    """
+
+    __slots__ = ("_began_ns", "_due", "_op", "_what")
+
+    def __init__(self, op: EpDispatchCombineOp, what: str) -> None:
+        self._op, self._what = op, what
+        self._due = what if what.endswith("_recv") else None  # the second half that must be due
+        self._began_ns = 0
+
+    def __enter__(self) -> None:
+        op = self._op
+        if not op._lock.acquire(blocking=False):
+            raise MoriError(
+                "this op is in a call already, on another thread: calls of one op are made one after the "
+                "other, "
+                "in the same order on every rank; use one op per thread"
+            )
+        try:
+            op._check_usable()
+            if op._half != self._due:
+                raise ArgumentError(
+                    f"{self._what} was called where {op._half or 'a send or a full call'} is due: the second "
+                    "half of a call follows its first before anything else"
+                )
+        except BaseException:
+            op._lock.release()
+            raise
+        if op.trace is not None:
+            self._began_ns = time.monotonic_ns()
+            op._runner.trace_steps(True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._op.trace is not None:
+            self._record(self._op.trace)
+        refused = isinstance(error, ArgumentError) or self._op.config.elastic
+        if error is not None and not refused:
+            self._op._broken = error
+        self._op._lock.release()
+
+    def _record(self, trace: Trace) -> None:
+        """The call, and the steps that the target tells of, one after the other."""
+        trace.add(self._what, "call", self._began_ns, time.monotonic_ns())
+        began_ns = self._began_ns
+        for step, ended_ns in self._op._runner.trace_steps(False):
+            trace.add(step, self._what, began_ns, ended_ns)
+            began_ns = ended_ns

@@ -1,0 +1,53 @@
+"""How the kernels of this target are launched: one struct of arguments, a number of workgroups, a stream.
+
+    @fx.struct
+    class Sum: ...                       the arguments, with one name on the host and in the kernel
+
+    @flyc.kernel
+    def add(args: Sum, blocks: fx.Int32): ...
+
+    kernel = Kernel(add, Sum, threads=256)
+    kernel.compile(Sum(...), blocks)     when an op is made: traces and compiles, needs no GPU, launches
+                                         nothing
+    kernel.launch(Sum(...), blocks, stream)
+
+The first launch keeps FlyDSL's compiled handle; later ones bind no signature, trace nothing and look nothing
+up.
+"""
+
+# mypy: disable-error-code="import-untyped, untyped-decorator"
+from typing import Any
+
+import flydsl.compiler as flyc
+import flydsl.expr as fx
+
+
+def filled(struct: Any, *values: int) -> Any:
+    """A struct of arguments; type checkers do not see its fields."""
+    return struct(*values)
+
+
+class Kernel:
+    """One compiled specialisation; shared by everything in a process that asks for the same one."""
+
+    def __init__(self, body: Any, arguments: Any, threads: int) -> None:
+        @flyc.jit
+        def launch(args: arguments, blocks: fx.Int32, stream: fx.Stream = fx.Stream(None)) -> None:
+            body(args, blocks).launch(grid=(blocks, 1, 1), block=(threads, 1, 1), stream=stream)
+
+        self._launcher = launch
+        self._compiled = False
+        self._handle: Any = None
+
+    def compile(self, args: Any, blocks: int) -> None:
+        """With arguments like those of later launches: their values do not matter."""
+        if not self._compiled:
+            self._launcher._compile_only(args, blocks, 0)
+            self._compiled = True
+
+    def launch(self, args: Any, blocks: int, stream: int) -> None:
+        """Queue it on a raw stream."""
+        if self._handle is None:
+            self._handle = flyc.compile(self._launcher, args, blocks, stream)  # launches as well
+        else:
+            self._handle(args, blocks, stream)

@@ -1,0 +1,143 @@
+"""The op on the simulated node: every mode on 1 to 8 ranks, strict coherence, several schedules
+(rocm_ranks.py).
+
+A group of cases shares its ranks, and each of its functions is a test. Fixture GX makes the right result
+exact: equal bits here are the host target's. Rings are as small as they can be, so that they are filled many
+times.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "rocm_ranks.py"
+MISSING = [name for name in ("flydsl", "mori_sim") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"not installed: {MISSING}; pip install 'mori-gemm-ar[rocm,test]'"
+    ),
+    pytest.mark.timeout(600),
+]
+
+ROUND_ROBIN, RANDOM, ONE_LATE = ("rr",), ("random", "--seed", "3"), ("delay-rank", "--delay-rank", "1")
+GROUPS = {  # ranks, schedule, functions of rocm_ranks.py
+    (2, ROUND_ROBIN): (
+        *("modes", "option_cases", "random_operands", "stages", "degenerate_rows"),
+        *("strides_and_capacity", "second_call", "replayed_graphs"),
+    ),
+    (2, RANDOM): ("modes", "many_calls"),
+    (2, ONE_LATE): ("modes", "queued_calls"),
+    (4, ROUND_ROBIN): ("modes",),
+    (4, RANDOM): ("option_cases",),
+    (4, ONE_LATE): ("queued_calls",),
+    (8, ROUND_ROBIN): ("modes",),
+    (8, RANDOM): ("queued_calls",),
+    (8, ONE_LATE): ("fused",),
+    (1, ROUND_ROBIN): ("modes",),
+    (3, RANDOM): ("fused",),
+    (5, ROUND_ROBIN): ("fused",),
+    (7, ONE_LATE): ("fused",),
+}
+
+
+@dataclass
+class Outcome:
+    code: int
+    output: str
+
+    @property
+    def by_rank(self) -> list[Any]:
+        """What each rank found; None of one that died."""
+        line = next((x for x in self.output.splitlines() if x.startswith("FOUND ")), None)
+        assert line, self.output
+        return json.loads(line.removeprefix("FOUND "))
+
+
+def on_node(world_size: int, *names: str, options: tuple[str, ...] = (), **variables: str) -> Outcome:
+    command = [
+        *(sys.executable, "-m", "mori_sim", "run", "--devices", str(world_size), *options),
+        *("--", sys.executable, str(PROGRAM), str(world_size), *names),
+    ]
+    done = subprocess.run(
+        command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return Outcome(done.returncode, done.stdout)
+
+
+@functools.cache
+def group(world_size: int, schedule: tuple[str, ...]) -> Outcome:
+    options = ("--coherence", "strict", "--schedule", *schedule)
+    names = GROUPS[world_size, schedule]
+    return on_node(world_size, *names, options=options, MORI_SHMEM_RING_BYTES="4096", MORI_TIMEOUT_S="120")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "name"),
+    [(*where, name) for where, names in GROUPS.items() for name in names],
+    ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
+)
+def test_GA_1_every_rank_has_the_exact_bytes(world_size: int, schedule: tuple[str, ...], name: str) -> None:
+    outcome = group(world_size, schedule)
+    assert outcome.code == 0, outcome.output[-4000:]  # 3: a rule of strict mode was broken
+    for rank, found in enumerate(outcome.by_rank):
+        assert found[name], "no cases"
+        assert {case: wrong for case, wrong in found[name].items() if wrong} == {}, f"rank {rank}"
+
+
+@functools.cache
+def failures() -> Outcome:
+    return on_node(3, "different_m", "missing_rank", "refusals")
+
+
+MODES = ("split-sdma", "fused-sdma", "split-lsa", "fused-lsa")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_called_with_different_m_find_out(mode: str) -> None:
+    for rank, found in enumerate(failures().by_rank):
+        text = found["different_m"][mode]
+        assert f"CollectiveMismatch: rank {rank} called with M={60 + rank}, rank" in text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_SH_6_a_rank_that_does_not_come_is_named(mode: str) -> None:
+    for found in failures().by_rank[:2]:
+        text = found["missing_rank"][mode]
+        assert text.startswith("PeerTimeout after 2."), text
+        assert "from rank 2 should have been" in text
+        assert "MORI_TIMEOUT_S" in text
+
+
+def test_PK_2_what_this_target_cannot_do_is_refused_with_the_values() -> None:
+    for found in failures().by_rank:
+        told = found["refusals"]
+        assert "UnsupportedShape: n=130: a multiple of 8" in told["n"]
+        assert "UnsupportedShape: k=64: at least 128" in told["k"]
+        assert "ArgumentError: sdma_queues=2" in told["queues"]
+        assert told["afterwards"] == []
+
+
+def test_SH_7_a_rank_that_dies_is_named_within_two_seconds() -> None:
+    outcome = on_node(3, "die_in_the_middle")
+    for rank in (0, 2):
+        found = outcome.by_rank[rank]["die_in_the_middle"]
+        assert "PeerDied" in found["seen"]
+        assert "rank 1 died" in found["seen"]
+        assert found["late_s"] < 2.0
+
+
+def test_GA_6_engines_that_do_nothing_are_found_out_when_the_op_is_made() -> None:
+    outcome = on_node(2, "modes", MORI_SIM_MISSING_ENGINES="0xffff")
+    assert outcome.by_rank == [None, None]
+    assert "TransportInert" in outcome.output, outcome.output[-4000:]
+    assert "its probe did not come back" in outcome.output
