@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,12 +32,11 @@ from mori_shmem.rendezvous import ranks_text
 from mori_shmem.settings import Snapshot
 
 from mori_ep.internode.engine import ENGINES, Engine
+from mori_ep.internode.store import PatientStore
 from mori_ep.settings import INTERNODE_ENGINE, TABLE
 
 if TYPE_CHECKING:
     import torch
-
-_POLL_S = (0.001, 0.02)  # first and longest pause between looks into the store
 
 
 def join(
@@ -122,6 +120,7 @@ class NodesCommunicator:
         values: Snapshot,
     ) -> None:
         self.rank, self.world_size, self.store = place.rank, place.world_size, place.store
+        self._store = PatientStore(place.store, place.rank, place.world_size)
         self.ranks_per_node, self.num_nodes = ranks_per_node, place.world_size // ranks_per_node
         self.node_number, self.local_rank = divmod(place.rank, ranks_per_node)
         self.timeout_s: float = values[variables.TIMEOUT_S]
@@ -198,9 +197,10 @@ class NodesCommunicator:
         self._gathers += 1
         mine = self._here(lambda: self.node.all_gather(obj))
         prefix = f"{self._key}/gather{self._gathers}"
+        deadline = Deadline(self.timeout_s)
         if self.local_rank == 0:
-            self.store.set(f"{prefix}/{self.node_number}", pickle.dumps(mine))
-        nodes = self._fetch([f"{prefix}/{node}" for node in range(self.num_nodes)], prefix)
+            self._store.set(f"{prefix}/{self.node_number}", pickle.dumps(mine), deadline)
+        nodes = self._store.fetch([f"{prefix}/{node}" for node in range(self.num_nodes)], prefix, deadline)
         return [value for text in nodes for value in pickle.loads(text)]
 
     def barrier(self) -> None:
@@ -208,26 +208,11 @@ class NodesCommunicator:
 
     def exchange_among_counterparts(self, key: str, mine: bytes) -> dict[int, bytes]:
         """By node, what the counterparts gave."""
-        self.store.set(f"{key}/{self.rank}", mine)
+        deadline = Deadline(self.timeout_s)
+        self._store.set(f"{key}/{self.rank}", mine, deadline)
         others = [node for node in range(self.num_nodes) if node != self.node_number]
-        found = self._fetch([f"{key}/{self.counterpart(node)}" for node in others], key)
+        found = self._store.fetch([f"{key}/{self.counterpart(node)}" for node in others], key, deadline)
         return dict(zip(others, found, strict=True))
-
-    def _fetch(self, keys: list[str], what: str) -> list[bytes]:
-        """Values of the store, once they are all there."""
-        deadline, (pause_s, longest_s) = Deadline(self.timeout_s), _POLL_S
-        while not self.store.check(keys):
-            if deadline.passed():
-                late = [key.rsplit("/", 1)[1] for key in keys if not self.store.check([key])]
-                raise PeerTimeout(
-                    f"rank {self.rank} of {self.world_size}: {late} of {len(keys)} did not come to {what} "
-                    f"within "
-                    f"{deadline}. Is every rank started, and does each make the same calls?",
-                    rank=self.rank,
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
-        return [bytes(self.store.get(key)) for key in keys]
 
     # ---- errors ----
 
