@@ -134,7 +134,6 @@ def bench_smoke(session: nox.Session) -> None:
     session.run("mori-shmem-bench")
     session.run("mori-gemm-ar-bench")
     session.run("mori-ep-bench")
-    session.run("mori-ep-bench")
     session.run("mori-tune", "run", "--op", "mori_tune.example:COPY")
 
 
