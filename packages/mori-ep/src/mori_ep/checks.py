@@ -83,7 +83,7 @@ def dispatch_shape(
     indices: torch.Tensor,
 ) -> DispatchShape:
     """The shape of a dispatch, once everything about its tensors is in order."""
-    n = _rows("input", x, device)
+    n = check_rows("input", x, device)
     hidden, dtype = x.shape[1], x.dtype
     if n > config.max_num_inp_token_per_rank:
         raise UnsupportedShape(
@@ -94,12 +94,12 @@ def dispatch_shape(
     if dtype not in formats.CODES:
         raise UnsupportedShape(f"input is {dtype}: allowed are {formats.names(formats.CODES)}")
     check_hidden(config, hidden, dtype)
-    _check_slots("indices", indices, torch.int32, n, config.num_experts_per_token, device)
+    check_slots("indices", indices, torch.int32, n, config.num_experts_per_token, device)
     if weights is not None:
-        _check_slots("weights", weights, torch.float32, n, config.num_experts_per_token, device)
+        check_slots("weights", weights, torch.float32, n, config.num_experts_per_token, device)
     if scales is None:
         return DispatchShape(hidden, dtype, 0, None, weights is not None)
-    if _rows("scales", scales, device) != n:
+    if check_rows("scales", scales, device) != n:
         raise LayoutError(f"scales has {scales.shape[0]} rows, input has {n}")
     scale_dim = scales.shape[1]
     if scale_dim * scales.dtype.itemsize > config.scale_bytes:
@@ -124,6 +124,22 @@ def check_ids(config: EpDispatchCombineConfig, indices: torch.Tensor) -> None:
             f"indices[{token}, {slot}] is {int(indices[token, slot])}: experts are "
             f"0..{config.num_experts - 1}, "
             "and -1 is no expert (MORI_EP_CHECK_IDS looks for this; without it such slots are dropped)"
+        )
+
+
+def check_handle(routing: object, op_number: int) -> None:
+    """A routing handle is one that this very op has made: its maps are places in the op's memory."""
+    if routing is None:
+        return
+    if not isinstance(routing, EpDispatchRoutingHandle):
+        raise ArgumentError(
+            f"routing is {type(routing).__name__}: the handle that dispatch of this op returned with "
+            "return_routing=True is needed, or None"
+        )
+    if routing.op_number != op_number:
+        raise ArgumentError(
+            f"this routing handle is of op {routing.op_number} of this process, this is op {op_number}: pass "
+            "the handle that dispatch of this op returned with return_routing=True"
         )
 
 
@@ -152,7 +168,7 @@ def combine_shape(
     """The shape of a combine. Whether there are enough rows is for the target to see: it knows the count."""
     if num_tokens < 0:
         raise ArgumentError("combine without a dispatch before it, and without a routing handle")
-    _rows("input", rows, device)
+    check_rows("input", rows, device)
     check_hidden(config, rows.shape[1], rows.dtype)
     if indices.dim() != 2 or indices.shape[0] != num_tokens:
         raise ArgumentError(
@@ -160,13 +176,11 @@ def combine_shape(
             "tokens on this rank: combine takes the very ids that dispatch was given, not those that it "
             "returned"
         )
-    _check_slots("indices", indices, torch.int32, num_tokens, config.num_experts_per_token, device)
+    check_slots("indices", indices, torch.int32, num_tokens, config.num_experts_per_token, device)
     if weights is not None and weights.shape[0] == 0:
         weights = None
     if weights is not None:
-        _check_slots(
-            "weights", weights, torch.float32, weights.shape[0], config.num_experts_per_token, device
-        )
+        check_slots("weights", weights, torch.float32, weights.shape[0], config.num_experts_per_token, device)
     if registered and config.quant_type != "none":
         raise UnsupportedShape(
             f"quant_type={config.quant_type!r} with the registered buffer: a quantised transport makes its "
@@ -196,10 +210,54 @@ def check_hidden(config: EpDispatchCombineConfig, hidden: int, dtype: torch.dtyp
         )
 
 
+# ---- rows by expert ----
+
+
+def check_spread(
+    config: EpDispatchCombineConfig,
+    device: torch.device,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    scales: torch.Tensor | None,
+    needed: int,
+) -> None:
+    """What is to be laid out by expert can be what a dispatch of this op returned."""
+    _check_enough("dispatch_out_x", rows, needed, device)
+    if rows.dtype not in formats.CODES:
+        raise UnsupportedShape(f"dispatch_out_x is {rows.dtype}: allowed are {formats.names(formats.CODES)}")
+    check_hidden(config, rows.shape[1], rows.dtype)
+    _check_enough("dispatch_out_topk_idx", ids, needed, device)
+    check_slots("dispatch_out_topk_idx", ids, torch.int32, len(ids), config.num_experts_per_token, device)
+    if scales is None:
+        return
+    _check_enough("dispatch_out_scales", scales, needed, device)
+    nbytes = scales.shape[1] * scales.dtype.itemsize
+    if nbytes > config.scale_bytes:
+        raise UnsupportedShape(
+            f"dispatch_out_scales has {nbytes} bytes per row, this op was made for scale_dim="
+            f"{config.scale_dim} of scale_type_size={config.scale_type_size}"
+        )
+
+
+def check_factors(
+    config: EpDispatchCombineConfig, device: torch.device, weights: torch.Tensor, needed: int
+) -> None:
+    """Weights that rows by expert are multiplied by: of every row that came, as dispatch returned them."""
+    _check_enough("weights", weights, needed, device)
+    check_slots("weights", weights, torch.float32, len(weights), config.num_experts_per_token, device)
+
+
+def _check_enough(name: str, x: torch.Tensor, needed: int, device: torch.device) -> None:
+    if check_rows(name, x, device) < needed:
+        raise LayoutError(
+            f"{name} has {x.shape[0]} rows, {needed} are needed: pass the tensor that dispatch returned"
+        )
+
+
 # ---- tensors ----
 
 
-def _rows(name: str, x: torch.Tensor, device: torch.device) -> int:
+def check_rows(name: str, x: torch.Tensor, device: torch.device) -> int:
     """The number of rows of a contiguous matrix on the right device."""
     if x.dim() != 2:
         raise LayoutError(f"{name} is {tuple(x.shape)}: two dimensions are needed")
@@ -210,9 +268,9 @@ def _rows(name: str, x: torch.Tensor, device: torch.device) -> int:
     return x.shape[0]
 
 
-def _check_slots(
+def check_slots(
     name: str, x: torch.Tensor, dtype: torch.dtype, n: int, topk: int, device: torch.device
 ) -> None:
     if x.dtype != dtype or tuple(x.shape) != (n, topk):
         raise LayoutError(f"{name} is {x.dtype} {tuple(x.shape)}: {dtype} {(n, topk)} is needed")
-    _rows(name, x, device)
+    check_rows(name, x, device)

@@ -22,7 +22,7 @@ MAX_TOPK = 31  # below the lanes of the narrowest warp
 
 
 class EpDispatchCombineKernelType(enum.IntEnum):
-    """How rows travel. All give the same rows in the same order; docs/ep.md has what each is for."""
+    """How rows travel. All give the same rows in the same order; the README has what each is for."""
 
     IntraNode = 0
     InterNode = 1

@@ -29,6 +29,12 @@ def names(dtypes: object) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)  # type: ignore[attr-defined]
 
 
+def header_text(field: str, value: int) -> str:
+    """A field of a dispatch's header (layout.HEADER) as errors name it."""
+    known = field == "dtype" and value in DTYPES
+    return names([DTYPES[value]]) if known else str(value)
+
+
 def combine_dtype_for(data_type: torch.dtype) -> torch.dtype:
     """What rows dispatched as `data_type` are combined in, unless the configuration says so itself."""
     return data_type if data_type in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mori_bench import Trace
 
 _numbers = itertools.count(1)
+_op_numbers = itertools.count(1)
 _MOST_KINDS = 4096  # of calls that are remembered as checked
 
 Dispatched = tuple[
@@ -75,6 +76,7 @@ class EpDispatchCombineOp:
         torch's default process group, knows, and closes it with itself."""
         config.check()
         self.config = config
+        self._number = next(_op_numbers)  # in this process, for routing handles
         self.values = TABLE.read()
         self._owned: mori_shmem.Communicator | None = None
         if comm is None:
@@ -111,6 +113,10 @@ class EpDispatchCombineOp:
         self._combines: dict[CombineShape, _Prepared] = {}
         self._num_tokens = self._sent_tokens = -1  # of the last dispatch, and of one that was sent only
         self._came_with: torch.Tensor | None = None  # the weights of the last dispatch_standard_moe
+        self._num_dispatches = 0
+        self._spread_of = -1  # the dispatch whose rows were laid out by expert last
+        self._spread_rows = 0  # that it needed
+        self._spread_ids: torch.Tensor | None = None  # kept: the way back reads them
         self._no_ranges = torch.empty(0, dtype=torch.int64, device=comm.device)
         self.packed_recv_scales: torch.Tensor | None = None
         self._half: str | None = None  # the second half that is due
@@ -146,6 +152,8 @@ class EpDispatchCombineOp:
         indices  # [n, k] int32: global expert ids; -1, or any id that no rank has: the slot goes nowhere
         routing  # a handle: rows go where they went in that dispatch, which had the same n (all ranks replay)
         """
+        self._turns["dispatch"].check()
+        checks.check_handle(routing, self._number)
         shape = self._dispatch_shape(input, weights, scales, indices)
         call = DispatchCall(
             input, weights, scales, indices, routing, (block_num, rdma_block_num, warp_per_block)
@@ -156,12 +164,12 @@ class EpDispatchCombineOp:
         checks.check_replay(routing, n)
         with self._turns["dispatch"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
-            self._num_tokens = -1  # until this one has come through
+            self._begin_dispatch()
             self._runner.dispatch(prepared.launch, call)
             self._num_tokens = n
             if call_local_expert_count:
                 self._runner.count_experts(self.local_expert_count)
-            handle = self._runner.routing() if return_routing else routing
+            handle = self._routing() if return_routing else routing
         results = prepared.results or self._dispatch_views(shape)
         if handle is not None:
             results = (*results[:4], handle.recv_count)
@@ -181,6 +189,7 @@ class EpDispatchCombineOp:
 
         Only AsyncLL has two halves; with the other kernel types this is all of it.
         """
+        self._turns["dispatch_send"].check()
         shape = self._dispatch_shape(input, weights, scales, indices)
         call = DispatchCall(
             input, weights, scales, indices, None, (block_num, rdma_block_num, warp_per_block)
@@ -189,7 +198,7 @@ class EpDispatchCombineOp:
             checks.check_ids(self.config, indices)
         with self._turns["dispatch_send"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
-            self._num_tokens = -1
+            self._begin_dispatch()
             self._runner.dispatch_send(prepared.launch, call)
             self._sent_tokens = input.shape[0]
             self._half = "dispatch_recv"
@@ -232,6 +241,7 @@ class EpDispatchCombineOp:
         routing  # the handle of the dispatch that this belongs to; without it, the last dispatch
         """
         shape, call = self._combine_call(
+            "combine",
             input,
             weights,
             indices,
@@ -257,6 +267,7 @@ class EpDispatchCombineOp:
     ) -> Combined:
         """The half of `combine` that waits for nobody."""
         shape, call = self._combine_call(
+            "combine_send",
             input,
             weights,
             indices,
@@ -322,6 +333,8 @@ class EpDispatchCombineOp:
         input    # [experts of this rank, recv capacity, hidden]
         weights  # as for `combine`: sums of weights that are wanted besides; usually None
         """
+        self._turns["combine"].check()
+        self._check_spread_is_last()
         rows = self.convert_combine_input(input, weights=self._came_with)
         return self.combine(
             rows, weights, indices, block_num, rdma_block_num, warp_per_block, use_external_inp_buf=0
@@ -356,15 +369,33 @@ class EpDispatchCombineOp:
             raise ArgumentError(
                 f"packed_recv_x is {tuple(packed_recv_x.shape)}: [experts, rows, hidden] is needed"
             )
+        if weights is not None:
+            checks.check_factors(self.config, self.comm.device, weights, self._spread_rows)
         into = self.get_registered_combine_input_buffer(packed_recv_x.dtype, packed_recv_x.shape[2])
         self._runner.from_experts(packed_recv_x, weights, into)
         return into
 
     def _packed(self, rows: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None) -> Packed:
         self._check_usable()
+        needed = self._rows_needed()
+        checks.check_spread(self.config, self.comm.device, rows, ids, scales, needed)
         packed, packed_scales, count, positions = self._runner.to_experts(rows, ids, scales)
+        self._spread_of, self._spread_rows, self._spread_ids = self._num_dispatches, needed, ids
         self.packed_recv_scales = packed_scales
         return packed, count, positions, self._no_ranges
+
+    def _rows_needed(self) -> int:
+        """Rows that whoever reads the last dispatch's may look at. A device is not waited for: all."""
+        on_host = self.comm.device.type == "cpu"
+        return self._runner.received_rows() if on_host else self.config.recv_capacity
+
+    def _check_spread_is_last(self) -> None:
+        if self._spread_of not in (-1, self._num_dispatches):
+            raise ArgumentError(
+                f"combine_standard_moe after dispatch {self._num_dispatches} of this op, but the rows by "
+                f"expert are of dispatch {self._spread_of}: combine them before the next dispatch, or lay "
+                "out the rows of that one (dispatch_standard_moe, convert_dispatch_output)"
+            )
 
     # ---- what came, and from where ----
 
@@ -407,6 +438,10 @@ class EpDispatchCombineOp:
 
     # ---- life ----
 
+    def check_due(self, what: str) -> None:
+        """Raise what the call of this name would, if the op is closed or broken or another call is due."""
+        self._turns[what].check()
+
     def reset(self) -> None:
         """Nothing needs it: every call leaves the op ready for the next. Kept for those who call it."""
         self._check_usable()
@@ -434,8 +469,19 @@ class EpDispatchCombineOp:
 
     # ---- inside a call ----
 
+    def _begin_dispatch(self) -> None:
+        self._num_tokens = -1  # until this one has come through
+        self._num_dispatches += 1
+        self._came_with = None
+
+    def _routing(self) -> EpDispatchRoutingHandle:
+        handle = self._runner.routing()
+        handle.op_number = self._number
+        return handle
+
     def _combine_call(
         self,
+        what: str,
         input: torch.Tensor,
         weights: torch.Tensor | None,
         indices: torch.Tensor,
@@ -443,6 +489,8 @@ class EpDispatchCombineOp:
         use_external_inp_buf: int,
         routing: EpDispatchRoutingHandle | None,
     ) -> tuple[CombineShape, CombineCall]:
+        self._turns[what].check()
+        checks.check_handle(routing, self._number)
         external = self.config.use_external_inp_buf if use_external_inp_buf == -1 else use_external_inp_buf
         num_tokens = self._num_tokens if routing is None else routing.cur_rank_num_token
         kinds = (num_tokens, external, *map(checks.kind_of, (input, weights, indices)))

@@ -38,18 +38,23 @@ class Turn:
                 "in the same order on every rank; use one op per thread"
             )
         try:
-            op._check_usable()
-            if op._half != self._due:
-                raise ArgumentError(
-                    f"{self._what} was called where {op._half or 'a send or a full call'} is due: the second "
-                    "half of a call follows its first before anything else"
-                )
+            self.check()
         except BaseException:
             op._lock.release()
             raise
         if op.trace is not None:
             self._began_ns = time.monotonic_ns()
             op._runner.trace_steps(True)
+
+    def check(self) -> None:
+        """The op can be used, and this is the call that is due."""
+        op = self._op
+        op._check_usable()
+        if op._half != self._due:
+            raise ArgumentError(
+                f"{self._what} was called where {op._half or 'a send or a full call'} is due: the second "
+                "half of a call follows its first before anything else"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

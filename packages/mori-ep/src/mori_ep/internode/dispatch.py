@@ -301,10 +301,10 @@ class InterDispatcher:
             for index, name in enumerate(HEADER):
                 optional = name in ("scale bytes", "weights") and 0 in (mine[0], theirs[0])
                 if name != "tokens" and not optional and theirs[index] != mine[index]:
+                    here, there = (formats.header_text(name, header[index]) for header in (mine, theirs))
                     raise CollectiveMismatch(
-                        f"dispatch {self.routes.dispatch}: {name} is {mine[index]} on rank "
-                        f"{self._comm.rank} and "
-                        f"{theirs[index]} on rank {source}: all ranks must dispatch rows of one kind"
+                        f"dispatch {self.routes.dispatch}: {name} is {here} on rank {self._comm.rank} and "
+                        f"{there} on rank {source}: all ranks must dispatch rows of one kind"
                     )
 
     def _settle(self, counts: list[list[int]], came: list[list[int]], replaying: bool) -> None:

@@ -212,6 +212,11 @@ class Buffer:
         handle; event; hook. They stay until the dispatch after the next.
         """
         self._check_low_latency(async_finish, return_recv_hook, wait_stats=dispatch_wait_recv_cost_stats)
+        if x.dim() != 2 or topk_idx.dim() != 2:
+            raise ArgumentError(
+                f"x is {tuple(x.shape)}, topk_idx is {tuple(topk_idx.shape)}: [n, hidden] and [n, k] are "
+                "needed"
+            )
         shape = (num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1])
         return self._low_latency.dispatch(
             shape,

@@ -18,9 +18,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mori_shmem.errors import ArgumentError, UnsupportedShape
+from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
 
+from mori_ep import checks
 from mori_ep.adapters.deepep.events import EventOverlap, after
+from mori_ep.adapters.deepep.ids import expert_ids
 from mori_ep.adapters.deepep.quant import BLOCK, cast_rows, pack_exponents
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.config import EpDispatchCombineKernelType as Kind
@@ -87,8 +89,12 @@ class Ops:
         self.turn = 0
 
     def next_slot(self) -> Slot:
+        """The one that is due; `advance` makes it the last."""
+        return self.slots[(self.turn + 1) % 2]
+
+    def advance(self) -> None:
         self.turn += 1
-        return self.slots[self.turn % 2]
+        self.slots[self.turn % 2].number += 1
 
     def all(self) -> list[EpDispatchCombineOp]:
         return [*(slot.op for slot in self.slots), self.weights]
@@ -115,13 +121,14 @@ class LowLatency:
         async_finish: bool,
         in_halves: bool,
     ) -> tuple[Any, torch.Tensor, Handle, EventOverlap, Hook | None]:
+        self._check_tensors(shape, x, topk_idx, stats)
         _check_dispatch(shape, x, topk_idx, use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
         ops = self._ops_of(shape)
         rows, scales = cast_rows(x, round_scale=round_scale) if use_fp8 else (x, None)
         slot = ops.next_slot()
         op = slot.op
-        slot.number += 1
-        out, _, out_scales, ids, _ = op.dispatch_send(rows, None, scales, topk_idx.to(torch.int32))
+        out, _, out_scales, ids, _ = op.dispatch_send(rows, None, scales, expert_ids(topk_idx, shape[2]))
+        ops.advance()
         packed, count, _, _ = op.convert_dispatch_output(out, ids, dispatch_out_scales=out_scales)
         packed_scales = _scale_tensor(slot, use_ue8m0) if use_fp8 else None
 
@@ -152,7 +159,8 @@ class LowLatency:
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         slot = self._slot_of(handle)
         _check_combine(slot, x, topk_idx, topk_weights, handle, out)
-        op, ids, n = slot.op, topk_idx.to(torch.int32), handle.num_tokens
+        op, ids, n = slot.op, expert_ids(topk_idx, slot.shape[2]), handle.num_tokens
+        op.check_due("combine_send")  # before the weights of others are waited for
         carrier = self._ops[slot.shape].weights
         weights, *_ = carrier.dispatch(topk_weights.contiguous(), None, None, ids)
         if self._elastic:
@@ -213,6 +221,28 @@ class LowLatency:
                 for op in ops.all():
                     op.update_mask(rank, masked)
         return self._ops[shape]
+
+    def _check_tensors(
+        self, shape: Shape, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
+    ) -> None:
+        """What the op would refuse, before a new one is made among the ranks or a slot is used."""
+        max_tokens, _, experts, topk = shape
+        device, world = self._comm.device, self._comm.world_size
+        n = checks.check_rows("x", x, device)
+        if n > max_tokens:
+            raise UnsupportedShape(
+                f"x has {n} tokens: num_max_dispatch_tokens_per_rank={max_tokens} is the most"
+            )
+        checks.check_slots("topk_idx", topk_idx, torch.int64, n, topk, device)
+        if experts < 1 or experts % world:
+            raise ArgumentError(f"num_experts={experts}: a multiple of the {world} ranks is needed")
+        if stats is None:
+            return
+        if tuple(stats.shape) != (experts // world,) or stats.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(
+                f"cumulative_local_expert_recv_stats is {stats.dtype} {tuple(stats.shape)}: int32 "
+                f"{(experts // world,)} is needed"
+            )
 
     def _slot_of(self, handle: Handle) -> Slot:
         if not isinstance(handle, Handle):
@@ -339,6 +369,12 @@ def _check_combine(
     size = (*slot.sources.shape, slot.shape[1])
     if x.dtype != torch.bfloat16 or tuple(x.shape) != size:
         raise ArgumentError(f"x is {x.dtype} {tuple(x.shape)}: bfloat16 {size} is needed")
+    if not x.is_contiguous():
+        raise LayoutError(f"x has strides {x.stride()}: a contiguous tensor is needed")
+    device = slot.sources.device
+    for name, tensor in (("x", x), ("topk_idx", ids), ("topk_weights", weights)):
+        if tensor.device != device:
+            raise LayoutError(f"{name} is on {tensor.device}, this Buffer is on {device}")
     slots = (handle.num_tokens, slot.shape[3])
     if ids.dtype != torch.int64 or tuple(ids.shape) != slots:
         raise ArgumentError(

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mori_shmem.errors import ArgumentError
+from mori_shmem.errors import ArgumentError, LayoutError
 
+from mori_ep import checks, formats
 from mori_ep.adapters.deepep.events import EventOverlap, after
+from mori_ep.adapters.deepep.ids import expert_ids
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.config import EpDispatchCombineKernelType as Kind
 from mori_ep.op import EpDispatchCombineOp
@@ -74,7 +76,8 @@ class Normal:
         _check_ids(topk_idx)
         rows, scales = x if isinstance(x, tuple) else (x, None)
         scales = None if scales is None else scales.contiguous()
-        ids = topk_idx.to(torch.int32)
+        self._check_dispatch(rows, topk_idx, topk_weights, scales, num_experts)
+        ids = expert_ids(topk_idx, num_experts)
         op = self._op_for(rows, ids, scales, num_experts)
         out, weights, out_scales, out_ids, _, routing = op.dispatch(
             rows, topk_weights, scales, ids, call_local_expert_count=True, return_routing=True
@@ -99,6 +102,7 @@ class Normal:
     def replay(
         self, x: Rows, handle: NormalHandle, async_finish: bool
     ) -> tuple[Rows, None, None, None, None, EventOverlap]:
+        _check_handle(handle)
         rows, scales = x if isinstance(x, tuple) else (x, None)
         scales = None if scales is None else scales.contiguous()
         out, _, out_scales, _, _ = handle.op.dispatch(rows, None, scales, handle.ids, routing=handle.routing)
@@ -113,6 +117,7 @@ class Normal:
         bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
         async_finish: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        _check_handle(handle)
         if x.dtype != torch.bfloat16:
             raise ArgumentError(f"x is {x.dtype}: bfloat16 is needed")
         out, weights = handle.op.combine(
@@ -129,6 +134,34 @@ class Normal:
             op.close()
 
     # ---- inside ----
+
+    def _check_dispatch(
+        self,
+        rows: torch.Tensor,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        num_experts: int,
+    ) -> None:
+        """All that the op would refuse, before the ranks meet to choose one."""
+        device = self._comm.device
+        n = checks.check_rows("x", rows, device)
+        if rows.dtype not in formats.CODES or rows.dtype.itemsize > torch.bfloat16.itemsize:
+            raise ArgumentError(f"x is {rows.dtype}: bfloat16, or 8-bit floats with their scales, are needed")
+        if topk_idx.shape[0] != n or topk_idx.device != device:
+            raise LayoutError(
+                f"topk_idx is {tuple(topk_idx.shape)} on {topk_idx.device}, x has {n} rows on {device}: a "
+                "row of ids for each is needed"
+            )
+        if weights is not None:
+            checks.check_slots("topk_weights", weights, torch.float32, n, topk_idx.shape[1], device)
+        if scales is not None and checks.check_rows("scales", scales, device) != n:
+            raise LayoutError(f"scales has {scales.shape[0]} rows, x has {n}: as many are needed")
+        if num_experts < 1 or num_experts % self._comm.world_size:
+            raise ArgumentError(
+                f"num_tokens_per_expert has {num_experts} experts: a multiple of the "
+                f"{self._comm.world_size} ranks is needed"
+            )
 
     def _op_for(
         self, rows: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None, num_experts: int
@@ -196,6 +229,11 @@ def _padded(rows: torch.Tensor, size: int, fill: float | None) -> torch.Tensor:
     if fill is not None:
         copy[len(rows) :] = fill
     return copy
+
+
+def _check_handle(handle: object) -> None:
+    if not isinstance(handle, NormalHandle):
+        raise ArgumentError(f"handle is {type(handle).__name__}: what dispatch returned is needed")
 
 
 def _check_ids(topk_idx: torch.Tensor) -> None:

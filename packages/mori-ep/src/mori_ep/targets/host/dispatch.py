@@ -147,9 +147,10 @@ class Dispatcher:
                 optional = name in ("scale bytes", "weights") and 0 in (mine[0], theirs[0])
                 same = name == "tokens" or optional or theirs[index] == mine[index]
                 if not same and not self._flags.masked[source]:
+                    here, there = (formats.header_text(name, header[index]) for header in (mine, theirs))
                     raise CollectiveMismatch(
-                        f"dispatch {self.routes.dispatch}: {name} is {mine[index]} on rank {self._me} and "
-                        f"{theirs[index]} on rank {source}: all ranks must dispatch rows of one kind"
+                        f"dispatch {self.routes.dispatch}: {name} is {here} on rank {self._me} and "
+                        f"{there} on rank {source}: all ranks must dispatch rows of one kind"
                     )
 
     def _settle(self, counts: list[list[int]]) -> None:
