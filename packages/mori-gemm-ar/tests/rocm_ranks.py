@@ -8,6 +8,7 @@ the same functions run on them (test_rocm_op.py).
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -459,10 +460,20 @@ def die_in_the_middle(world_size):
         call(comm, op, 70, 1)
     except MoriError as error:
         late_s, text = time.monotonic() - began, f"{type(error).__name__}: {error}"
+        lines = kept_lines()
         op.close()
         comm.close()
-        return {"seen": text, "late_s": late_s}
-    return {"seen": "the call returned", "late_s": 0.0}
+        return {"seen": text, "late_s": late_s, "said": lines}
+    return {"seen": "the call returned", "late_s": 0.0, "said": []}
+
+
+def kept_lines():
+    """What the op logs from now on, as it comes."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("mori_gemm_ar").addHandler(handler)
+    return lines
 
 
 def refusals(world_size):
@@ -473,6 +484,7 @@ def refusals(world_size):
             "n": {"n": 130},
             "k": {"k": 64},
             "queues": {"mode": "fused-sdma", "sdma_queues": 2},
+            "triton": {"kernels": "triton"},
         }.items():
             try:
                 made(comm, **{"mode": "split-lsa", **given}).close()

@@ -12,6 +12,7 @@ from mori_gemm_ar.reference import rel_l2
 from mori_shmem.errors import ArgumentError, UnsupportedShape
 
 N, K_OF_RANK = 136, 256
+NO_VALUES = (torch.int64, torch.bool, torch.float64)  # what x may not be
 QUANTS = ("blockscale", "ptpc", "mxfp8")
 
 
@@ -60,8 +61,8 @@ def assert_whole_layer(ranks):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What needs one rank, in one start: every_quant, refusals, compiled."""
-    what = lambda: (every_quant("host", "fused-sdma"), refusals(), compiled())  # noqa: E731
+    """What needs one rank, in one start: every_quant, refusals, compiled, whole_or_not, cast."""
+    what = lambda: (every_quant("host", "fused-sdma"), refusals(), compiled(), whole_or_not(), cast())  # noqa: E731
     return mori_shmem.run_ranks(what, 1, timeout_s=200)[0]
 
 
@@ -162,6 +163,14 @@ def refusals() -> list[str]:
         refused(ArgumentError, layer.load, codes)
         refused(UnsupportedShape, layer.load, codes.view(torch.float8_e4m3fnuz), scale)
         refused(ArgumentError, layer.load, torch.zeros(N, 256), scale)
+        x, x_scale = quantize(torch.randn(2, 256), "blockscale", "a")
+        for wrong in (
+            x,
+            x.view(torch.float8_e4m3fnuz),
+            *(torch.zeros(2, 256).to(kind) for kind in NO_VALUES),
+        ):
+            refused(UnsupportedShape, layer, wrong)
+        refused(UnsupportedShape, layer, torch.zeros(2, 256), x_scale)
     return said
 
 
@@ -171,8 +180,70 @@ def test_what_does_not_fit_is_refused_with_both_sides_named(alone):
         *("op=, or comm=", "m_max beside op=", "quant beside op=", "N=136, K=384", "gemm-only"),
         *("share of 256 is 256", "M=9", "[136, 256]", "no bias, one was given"),
         *("with its scales", "convert_fnuz", "takes no scales"),
+        *(
+            "x is torch.float8_e4m3fn, without x_scale: allowed are bf16, fp16 or fp32",
+            "x is torch.float8_e4m3fnuz",
+        ),
+        *(f"x is {kind}, without x_scale" for kind in NO_VALUES),
+        "x is torch.float32, with x_scale",
     )
     assert [word for word, text in zip(words, said, strict=True) if word not in text] == []
+
+
+def whole_or_not() -> tuple[list[str], bool]:
+    """(what is said of biases that do not fit; whether the layer is as before, though the weight would)."""
+    said = []
+    with mori_shmem.init("host", timeout_s=30) as comm:
+        linear = linear_of(1, comm.device)
+        with RowParallelLinear.from_linear(linear, comm, m_max=8) as layer:
+            before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+            for bias in (None, torch.ones(1), torch.ones(()), torch.ones(N + 1), torch.ones(1, N)):
+                with pytest.raises(ArgumentError) as caught:
+                    layer.load(torch.ones(N, K_OF_RANK), bias=bias)
+                said.append(str(caught.value))
+            same = all(same_bytes(layer.state_dict()[name], tensor) for name, tensor in before.items())
+    return said, same
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_a_bias_that_does_not_fit_leaves_the_layer_as_it_was(alone):
+    said, same = alone[3]
+    assert same
+    assert "a bias, none was given" in said[0]
+    for shape, text in zip(("(1,)", "()", "(137,)", "(1, 136)"), said[1:], strict=True):
+        assert f"bias has shape {shape}: wanted [136]" in text
+
+
+def cast() -> list[tuple[bool, torch.dtype, bool]]:
+    """After each cast: whether codes and scales are as before; the bias's dtype; whether the call works."""
+    found = []
+    casts = (
+        *(lambda layer: layer.half(), lambda layer: layer.bfloat16(), lambda layer: layer.float()),
+        *(lambda layer: layer.to(torch.float16), lambda layer: torch.nn.Sequential(layer).bfloat16()[0]),
+    )
+    with mori_shmem.init("host", timeout_s=30) as comm:
+        linear = linear_of(1, comm.device)
+        x = torch.randn(4, K_OF_RANK, dtype=torch.bfloat16)
+        with RowParallelLinear.from_linear(linear, comm, m_max=8) as layer:
+            weight, scale = layer.weight.clone(), layer.weight_scale.clone()
+            want = (layer(x).float() - linear.bias.float()).detach()
+            for change in casts:
+                layer = change(layer)
+                same = same_bytes(layer.weight, weight) and same_bytes(layer.weight_scale, scale)
+                near = rel_l2(layer(x).float() - layer.bias.float(), want) < 0.1
+                found.append((same, layer.bias.dtype, near))
+            there = RowParallelLinear(K_OF_RANK, N, op=layer.op).to("meta", torch.float16)
+            dtypes = there.weight.dtype, there.weight_scale.dtype
+            found.append((there.weight.is_meta, there.bias.dtype, dtypes == (weight.dtype, scale.dtype)))
+    return found
+
+
+def test_casts_leave_codes_and_scales_alone(alone):
+    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+    assert alone[4] == [(True, kind, True) for kind in (half, brain, single, half, brain, half)]
 
 
 def compiled() -> tuple[list[bool], int]:
@@ -193,12 +264,20 @@ def compiled() -> tuple[list[bool], int]:
             for m in (16, 129, 16):
                 x = share(torch.randn(m, linear.in_features, dtype=torch.bfloat16), comm.rank)
                 right.append(torch.equal(whole(x), torch.relu(layer(x))))
-    return right, len(compilations)
+            compiled_once = len(compilations)
+            codes, scale = quantize(x, "blockscale", "a")
+            both = torch.compile(lambda x, scale: layer(x, scale), fullgraph=True, backend=backend)
+            right.append(torch.equal(both(codes, scale), layer(codes, scale)))
+            for wrong in (codes, x.double()):
+                torch.compiler.reset()
+                with pytest.raises(Exception, match="without x_scale: allowed are bf16"):
+                    torch.compile(lambda x: layer(x), fullgraph=True, backend=backend)(wrong)
+    return right, compiled_once
 
 
 def test_GA_9_the_layer_compiles_whole(alone):
     right, compilations = alone[2]  # test_compile.py has 2 ranks
-    assert right == [True] * 3
+    assert right == [True] * 4
     assert compilations <= 2
 
 

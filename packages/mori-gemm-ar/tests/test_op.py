@@ -219,6 +219,8 @@ def test_supports_profitable_and_sizes():
         ({"world_size": 0}, "world_size=0"),
         ({"mode": "warp"}, "mode='warp': allowed are"),
         ({"mode": "split-lsa", "chunks": 2}, "chunks=2 has no effect"),
+        ({"tuned": "yes"}, "tuned='yes': allowed are None, True and False"),
+        ({"tuned": 0}, "tuned=0: allowed are"),
         ({"backend": "tpu"}, "'tpu' is not part of this version of mori-gemm-ar; it has: host"),
     ]:
         answer = GemmAllReduce.supports(**{"n": 256, "k": 256, "m_max": 64, "world_size": 2, **wrong})
@@ -236,6 +238,7 @@ def test_the_constructor_refuses_what_supports_refuses():
             {"m_max": 1 << 24},
             {"publish": "fence"},
             {"pull_blocks": 0, "mode": "split-lsa"},
+            {"tuned": "None"},
             {"self_test": "yes"},
         ):
             try:
@@ -244,11 +247,12 @@ def test_the_constructor_refuses_what_supports_refuses():
                 found.append(str(refusal))
         return found
 
-    k, m_max, publish, pull_blocks, self_test = in_this_process(texts)
+    k, m_max, publish, pull_blocks, tuned, self_test = in_this_process(texts)
     assert "k=64" in k
     assert "m_max=16777216" in m_max
     assert "publish='fence' has no effect" in publish
     assert pull_blocks.startswith("pull_blocks=0 is refused: it takes an integer from 1 to 4096")
+    assert tuned.startswith("tuned='None': allowed are None, True and False")
     assert self_test.startswith("self_test='yes' is refused: it takes True or False")
 
 

@@ -124,7 +124,17 @@ def test_PK_2_what_this_target_cannot_do_is_refused_with_the_values() -> None:
         assert "UnsupportedShape: n=130: a multiple of 8" in told["n"]
         assert "UnsupportedShape: k=64: at least 128" in told["k"]
         assert "ArgumentError: sdma_queues=2" in told["queues"]
+        assert "ArgumentError: kernels='triton' on backend 'rocm'" in told["triton"]
         assert told["afterwards"] == []
+
+
+def test_supports_says_no_to_triton_kernels_here() -> None:
+    from mori_gemm_ar import GemmAllReduce
+
+    sizes = {"n": 256, "k": 256, "m_max": 64, "world_size": 2, "mode": "split-lsa"}
+    assert GemmAllReduce.supports(**sizes, backend="rocm")
+    answer = GemmAllReduce.supports(**sizes, backend="rocm", kernels="triton")
+    assert "kernels='triton' on backend 'rocm'" in answer.reason
 
 
 def test_SH_7_a_rank_that_dies_is_named_within_two_seconds() -> None:
@@ -134,6 +144,8 @@ def test_SH_7_a_rank_that_dies_is_named_within_two_seconds() -> None:
         assert "PeerDied" in found["seen"]
         assert "rank 1 died" in found["seen"]
         assert found["late_s"] < 2.0
+        (line,) = found["said"]  # timeout_s=6 and what kernels need behind it
+        assert line.startswith(f"rank {rank} of 3, in close: rank 1 died; close waits up to 11 s for"), line
 
 
 def test_GA_6_engines_that_do_nothing_are_found_out_when_the_op_is_made() -> None:

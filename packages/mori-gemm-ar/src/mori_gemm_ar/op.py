@@ -42,7 +42,15 @@ from mori_gemm_ar.quant.padding import pad_rows
 from mori_gemm_ar.reference import fp8_wire
 from mori_gemm_ar.rules import Rules
 from mori_gemm_ar.settings import KERNELS, PULL_BLOCKS, SELF_TEST, TABLE
-from mori_gemm_ar.support import Support, check_options, check_sizes, defaults_of, supports, window_bytes
+from mori_gemm_ar.support import (
+    Support,
+    check_options,
+    check_sizes,
+    check_tuned,
+    defaults_of,
+    supports,
+    window_bytes,
+)
 from mori_gemm_ar.targets import target_for, target_name
 
 if TYPE_CHECKING:
@@ -110,6 +118,7 @@ class GemmAllReduce:
             **defaults_of(name),
         )
         check_sizes(name, n, k, m_max)
+        check_tuned(tuned)
         flags = {"fuse_reduce_push": fuse_reduce_push, "publish": publish, "small_m": small_m}
         numbers = {"chunks": chunks, "sdma_queues": sdma_queues, "gather_bands": gather_bands}
         numbers |= {"pull_blocks": pull_blocks, "band_rows": band_rows, "lag": lag}

@@ -44,6 +44,7 @@ def window_bytes(backend: str, n: int, m_max: int, world_size: int, options: Map
     for name, value in (("n", n), ("m_max", m_max), ("world_size", world_size)):
         if type(value) is not int or value < 1:
             raise UnsupportedShape(f"{name}={value!r}: a whole number of at least 1")
+    check_tuned(options.get("tuned"))
     known = {name for name in inspect.signature(resolve).parameters if not name.startswith("default_")}
     name_of_target = target_name(backend, TABLE.read({KERNELS: options.get("kernels")})[KERNELS])
     given = {n: value for n, value in options.items() if n not in ("self_test", "tuned", "kernels")}
@@ -78,6 +79,14 @@ def check_options(backend: str, chosen: Options, given: Mapping[str, Any]) -> No
     reasons += target.refuses(chosen, given)
     if reasons:
         raise ArgumentError(f"backend={backend!r}: " + "; ".join(reasons))
+
+
+def check_tuned(tuned: object) -> None:
+    """Raise ArgumentError for a `tuned` that says neither yes nor no."""
+    if tuned is not None and type(tuned) is not bool:
+        raise ArgumentError(
+            f"tuned={tuned!r}: allowed are None, True and False; False leaves the tuned rules out"
+        )
 
 
 def check_sizes(backend: str, n: int, k: int, m_max: int) -> None:

@@ -18,7 +18,7 @@ copy   The result is a new tensor. copy=False: eagerly, without a bias, it is a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -103,15 +103,25 @@ class RowParallelLinear(torch.nn.Module):
         weight_scale: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """Take a weight, whole or this rank's share, in floats or as codes with scales; and a bias."""
+        """Take a weight, whole or this rank's share, in floats or as codes with scales; and a bias. What is
+        refused leaves the layer as it was."""
+        self.check_bias(bias)
         codes, scale = self.quantised(weight, weight_scale)
         self.weight.copy_(codes)
         self.weight_scale.copy_(scale)
+        if bias is not None and self.bias is not None:
+            self.bias.copy_(bias)
+
+    def check_bias(self, bias: torch.Tensor | None) -> None:
+        """Refuse one that this layer cannot take."""
         if (bias is None) != (self.bias is None):
             has, given = ("no", "one") if self.bias is None else ("a", "none")
             raise ArgumentError(f"this layer has {has} bias, {given} was given")
-        if bias is not None and self.bias is not None:
-            self.bias.copy_(bias)
+        if bias is not None and bias.shape != (self.out_features,):
+            raise UnsupportedShape(
+                f"bias has shape {tuple(bias.shape)}: wanted {[self.out_features]}, one value for each of "
+                f"out_features={self.out_features}, the same on every rank"
+            )
 
     def quantised(
         self, weight: torch.Tensor, scale: torch.Tensor | None
@@ -172,6 +182,13 @@ class RowParallelLinear(torch.nn.Module):
             given.pop(prefix + "weight_scale_inv", None)
         super()._load_from_state_dict(given, prefix, *arguments)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RowParallelLinear:
+        """`.half()`, `.to(..)` and the like: codes and scales move to another device, but are never cast."""
+        held = {id(self.weight), id(self.weight_scale)}
+        kept: Any = super()._apply  # untyped in torch
+        kept(lambda tensor: moved(fn, tensor) if id(tensor) in held else fn(tensor), recurse)
+        return self
+
     # ---- the call ----
 
     def forward(self, x: torch.Tensor, x_scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -183,6 +200,7 @@ class RowParallelLinear(torch.nn.Module):
             raise UnsupportedShape(
                 f"x has {x.shape[-1]} columns, a rank's share of {self.in_features} is {self.share_features}"
             )
+        check_dtype(x.dtype, x_scale is not None)
         rows = x.reshape(-1, self.share_features)
         if x_scale is None:
             a, a_scale = quantize(rows if rows.dtype == torch.bfloat16 else rows.float(), self._quant, "a")
@@ -224,6 +242,22 @@ class RowParallelLinear(torch.nn.Module):
             "gather_dtype": options.gather_dtype,
         }
         return ", ".join(f"{name}={value}" for name, value in words.items())
+
+
+def check_dtype(given: torch.dtype, scaled: bool) -> None:
+    """Refuse an x that is neither values to quantise nor codes with their scales."""
+    if given == FP8 if scaled else given in FLOATS:
+        return
+    raise UnsupportedShape(
+        f"x is {given}, {'with' if scaled else 'without'} x_scale: allowed are bf16, fp16 or fp32 without "
+        "x_scale, or float8_e4m3fn codes with x_scale; convert x, or pass its scales"
+    )
+
+
+def moved(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """fn(tensor), but of fn's casts and moves only the moves."""
+    result = fn(tensor)
+    return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
 
 def op_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from mori_shmem.errors import TransportInert
+from mori_shmem.errors import ArgumentError, TransportInert
 
 TARGETS = {
     "host": "mori_gemm_ar.targets.host",
@@ -17,6 +17,11 @@ TARGETS = {
 def target_name(backend: str, kernels: str) -> str:
     """What `target_for` takes for a choice of kernels on a backend."""
     target_for(backend)
+    if (backend, kernels) == ("rocm", "triton"):
+        raise ArgumentError(
+            "kernels='triton' on backend 'rocm': the Triton kernels have never run there; they are for host "
+            "and cuda. Leave kernels (MORI_GEMM_AR_KERNELS) unset, or 'own'"
+        )
     return backend if kernels == "own" else kernels
 
 

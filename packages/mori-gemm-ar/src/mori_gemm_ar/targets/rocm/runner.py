@@ -8,6 +8,7 @@ software node, whose windows are CPU tensors, it returns when they have ended.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,6 +34,7 @@ from mori_gemm_ar.targets.rocm.tiles import Slices, TileShape
 from mori_gemm_ar.targets.rocm.wire import ToOutput, Wire, one_slice
 from mori_gemm_ar.targets.rocm.wires import ToPeers, ToQueues
 
+_LOG = logging.getLogger("mori_gemm_ar")
 OUTPUT, QUEUES, PEERS = ToOutput(), ToQueues(), ToPeers()
 WIRES: dict[str, Wire] = {"fused-sdma": QUEUES, "fused-lsa": PEERS}
 _AWAITED = {PARTIALS: "partial sums", FINISHED: "finished rows"}  # by `what` of a record
@@ -179,12 +181,29 @@ class Runner:
 
     def close(self) -> None:
         """Before the window goes: until no kernel uses it. One whose peer has died gives up at its deadline,
-        and what follows it still runs: without its window an engine or a wave would fault."""
-        core, give_up = self._comm.core, time.monotonic() + self._comm.timeout_s + _FINISH_S
-        while not (core.closed or core.device.is_idle(core.callers_stream())) and time.monotonic() < give_up:
+        and what follows it still runs: without its window an engine or a wave would fault. Nothing that the
+        host writes ends such a wait sooner: it looks at its flag and the clock alone."""
+        most_s = self._comm.timeout_s + _FINISH_S
+        give_up = time.monotonic() + most_s
+        if self._busy() and (dead := self._dead()):
+            _LOG.warning(
+                "rank %d of %d, in close: rank %s died; close waits up to %.0f s for this rank's kernels, "
+                "which wait for it until their deadline (timeout_s=%g)",
+                *(self._comm.rank, self._comm.world_size, ", ".join(map(str, dead))),
+                *(most_s, self._comm.timeout_s),
+            )
+        while self._busy() and time.monotonic() < give_up:
             time.sleep(_PAUSES_S[0])
         if self._failed:
             time.sleep(_ENGINES_S)  # nobody waits for the puts of a call that failed
+
+    def _busy(self) -> bool:
+        """Whether kernels of the caller's stream may still use the window."""
+        core = self._comm.core
+        return not (core.closed or core.device.is_idle(core.callers_stream()))
+
+    def _dead(self) -> list[int]:
+        return [rank for rank, state in enumerate(self._comm.core.peer_states()) if state == "dead"]
 
     def _wait(self) -> None:
         """Until this rank's kernels have ended. A wait of theirs that was late ends those behind it, too, so
@@ -192,7 +211,7 @@ class Runner:
         core, pause_s, dead_since = self._comm.core, _PAUSES_S[0], None
         stream = core.callers_stream()
         while not core.device.is_idle(stream):
-            dead = [rank for rank, state in enumerate(core.peer_states()) if state == "dead"]
+            dead = self._dead()
             now = time.monotonic()
             dead_since = (dead_since or now) if dead else None
             self._failed = self._failed or bool(dead)
