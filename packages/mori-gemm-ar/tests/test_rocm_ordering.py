@@ -20,9 +20,7 @@ import pytest
 PROGRAM = Path(__file__).parent / "rocm_omissions.py"
 MISSING = [name for name in ("flydsl", "mori_sim") if importlib.util.find_spec(name) is None]
 pytestmark = [
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"not installed: {MISSING}; pip install 'mori-gemm-ar[rocm,test]'"
-    ),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}; pip install 'mori-sim[flydsl]'"),
     pytest.mark.timeout(600),
 ]
 
