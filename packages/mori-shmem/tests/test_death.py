@@ -238,11 +238,12 @@ def test_nothing_is_named_while_it_runs() -> None:
     def rank() -> list[str]:
         before = paths()
         with mori_shmem.init() as comm:
-            comm.alloc(1 << 20)
+            window = comm.alloc(1 << 20)  # given back when nobody holds it
             comm.queue(0)
             comm.barrier()
             new = paths() - before
             comm.barrier()
+            window.close()
         return sorted(path.strip() for path in new)
 
     for new in mori_shmem.run_ranks(rank, 2):
