@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mori_gemm_ar.quant.constant import constant_operands
 from mori_gemm_ar.targets.cuda.launch import Operands
 
 _ROW_BYTES = 16
@@ -52,21 +53,7 @@ class Gemm:
 
     def constant(self, value: float, m: int, device: torch.device) -> Partials:
         """Partial sums that are `value` everywhere, a whole number of at most 128: for a self-test."""
-        a = torch.zeros(m, self._k, device=device)
-        a[:, : int(value)] = 1
-        b = torch.ones(self._n, self._k, device=device)
-        k_blocks, n_blocks = -(-self._k // 128), -(-self._n // 128)
-        if self._quant == "blockscale":
-            grids = torch.ones(k_blocks, m, device=device).t(), torch.ones(n_blocks, k_blocks, device=device)
-        elif self._quant == "ptpc":
-            grids = torch.ones(m, 1, device=device), torch.ones(self._n, 1, device=device)
-        else:
-            one, columns = 127, -(-self._k // 32)
-            grids = (
-                torch.full((m, columns), one, dtype=torch.uint8, device=device),
-                torch.full((-(-self._n // 32), columns), one, dtype=torch.uint8, device=device),
-            )
-        return self.partials(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), *grids)
+        return self.partials(*constant_operands(value, (m, self._n, self._k), self._quant, device))
 
 
 def _round_up(nbytes: int) -> int:
