@@ -29,13 +29,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--num-gpus", type=int, default=None, help="use at most this many GPUs")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that is marked gpu runs on NVIDIA's, or, in a file named for rocm, on AMD's."""
+    """A test that is marked gpu runs on NVIDIA's, or, in a file named for rocm, on AMD's; what else is in
+    such a file runs on the software node, or checks code for it, and is marked node."""
     limit = config.getoption("--num-gpus")
     counts = {"NVIDIA": num_nvidia_gpus(), "AMD": num_amd_gpus()}
     for item in items:
         mark = item.get_closest_marker("gpu")
         vendor = "AMD" if "rocm" in item.path.name else "NVIDIA"
+        if vendor == "AMD" and mark is None:
+            item.add_marker(pytest.mark.node)
         here = counts[vendor]
         usable = here if limit is None else min(limit, here)
         if mark is not None and mark.args[0] > usable:

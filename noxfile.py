@@ -25,10 +25,9 @@ nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", f"tests-{THIS_PYTHON}"]
 
-# What tests need and no extra may bring: the software node, on which the rocm targets run.
-GROUPS = {"mori-shmem": ["--group=sim"], "mori-gemm-ar": ["--group=sim"]}
-
-per_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
+WITH_ROCM = [p for p in PACKAGES if list(ROOT.glob(f"packages/{p}/tests/test_rocm*.py"))]
+# Most tests wait for processes to start or for each other. A file stays in one worker: its tests share ranks.
+IN_PARALLEL = ["-n", str(min(4, os.cpu_count() or 1)), "--dist=loadfile"]
 
 SMOKE = {  # what must run from the wheel alone, away from the sources
     "mori-bench": ["mori-bench", "--help"],
@@ -64,11 +63,19 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHONS)
-@per_package
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, with what it declares and nothing else."""
-    sync(session, f"--package={package}", "--all-extras", "--group=dev", *GROUPS.get(package, ()))
-    session.run("pytest", f"packages/{package}/tests", *session.posargs)
+    sync(session, f"--package={package}", "--all-extras", "--group=dev")
+    session.run("pytest", "-m", "not node", *IN_PARALLEL, f"packages/{package}/tests", *session.posargs)
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("package", WITH_ROCM, ids=WITH_ROCM)
+def node(session: nox.Session, package: str) -> None:
+    """A package's rocm target on the software node: its real gfx950 kernels and SDMA packets, on any CPU."""
+    sync(session, f"--package={package}", "--all-extras", "--group=dev", "--group=sim")
+    session.run("pytest", "-m", "node", *IN_PARALLEL, f"packages/{package}/tests", *session.posargs)
 
 
 def gpu_tests(session: nox.Session, num_gpus: int) -> None:
