@@ -22,6 +22,7 @@
 //                   lds  waves of a workgroup race in LDS (lds_order.hpp)
 #include "coherence/checker.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -220,8 +221,24 @@ uint32_t StrictChecker::order_lds(Wave& w, StrictWave& s, const Op& op, LdsUse u
   return use == LdsUse::dma ? l.dma_now : l.ds_now;
 }
 
+// Its addresses may come back as something else, of which none of this is true. What lies beside it on a line stays.
 void StrictChecker::memory_released(uint64_t addr, uint64_t nbytes) {
-  if (nbytes) lines_.erase(addr / kLine, (addr + nbytes - 1) / kLine);
+  if (nbytes == 0) return;
+  const uint64_t end = addr + nbytes, whole = (addr + kLine - 1) / kLine, whole_end = std::max(whole, end / kLine);
+  if (whole < whole_end) lines_.erase(whole, whole_end - 1);
+  const auto forget = [&](uint64_t line, const ByteMask& bytes) {
+    Line* const found = lines_.find(line);
+    if (!found) return;
+    Line::drop(found->records, bytes);
+    Line::drop(found->readers, bytes);
+  };
+  const uint64_t head_end = std::min(end, whole * kLine), tail = std::max(head_end, whole_end * kLine);
+  each_part(addr, head_end - addr, forget);
+  if (tail < end) each_part(tail, end - tail, forget);
+  const auto erase = [&](auto& table, uint64_t from, uint64_t to) { table.erase(table.lower_bound(from), table.lower_bound(to)); };
+  erase(engine_pointers_, addr, end);
+  erase(signals_, addr, end);
+  for (auto& [device, lines] : to_peer_) erase(lines, whole, whole_end);
 }
 
 }  // namespace mori_sim::strict
