@@ -70,18 +70,20 @@ def filled(target, stream=0):
 
 
 @flyc.kernel
-def fill_and_tell(target: fx.Int64, flag: fx.Int64):
-    """Sevens, published, then 1 in `flag`."""
+def fill_and_tell(target: fx.Int64, flag: fx.Int64, value: fx.Int32):
+    """Sevens, published, then `value` in `flag`."""
     lane = fx.thread_idx.x
     fx.generic_store(pointer(fx.Int32, target, 16) + lane * 4, fx.Vector.filled(4, 7, fx.Int32))
     fx.memory_fence(ordering=ORDER.Release)
     if lane == 0:
-        fx.generic_store(pointer(fx.Int32, flag, 4), fx.Int32(1), memory_order=ORDER.Monotonic)
+        fx.generic_store(pointer(fx.Int32, flag, 4), value, memory_order=ORDER.Monotonic)
 
 
 @flyc.jit
-def launch_fill_and_tell(target: fx.Int64, flag: fx.Int64, stream: fx.Stream = fx.Stream(None)):
-    fill_and_tell(target, flag).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
+def launch_fill_and_tell(
+    target: fx.Int64, flag: fx.Int64, value: fx.Int32, stream: fx.Stream = fx.Stream(None)
+):
+    fill_and_tell(target, flag, value).launch(grid=(1, 1, 1), block=(LANES, 1, 1), stream=stream)
 
 
 @flyc.kernel
@@ -210,37 +212,39 @@ def host_after_kernel():
 
 
 def behind_a_poll(tell):
-    """The copy is posted first; what `tell` does ends its wait."""
-    queue, source, go = hip.SdmaQueue(0, 2), hip.malloc(NBYTES), word()
-    check = copied(queue, source, hip.poll_packet(go, 1))
-    tell(source, go)
-    check()
-    hip.synchronize()
+    """The copy is posted first; what `tell` does ends its wait. Twice: the word has a history then."""
+    queue, go = hip.SdmaQueue(0, 2), word()
+    for turn in (1, 2):
+        source = hip.malloc(NBYTES)
+        check = copied(queue, source, hip.poll_packet(go, turn))
+        tell(source, go, turn)
+        check()
+        hip.synchronize()
     queue.close()
 
 
 def stream_opens():
-    def tell(source, go):
+    def tell(source, go, turn):
         filled(source)
-        hip.call("hipStreamWriteValue64", None, c_void_p(go), c_uint64(1), 0)
+        hip.call("hipStreamWriteValue64", None, c_void_p(go), c_uint64(turn), 0)
 
     behind_a_poll(tell)
 
 
 def stream_copy_opens():
-    def tell(source, go):
+    def tell(source, go, turn):
         filled(source)
-        hip.call("hipMemcpyAsync", c_void_p(go), c_void_p(word(1)), c_uint64(8), 1, None)
+        hip.call("hipMemcpyAsync", c_void_p(go), c_void_p(word(turn)), c_uint64(8), 1, None)
 
     behind_a_poll(tell)
 
 
 def graph_opens():
-    def tell(source, go):
+    def tell(source, go, turn):
         stream, graph, executable = hip.stream(), c_void_p(), c_void_p()
         hip.call("hipStreamBeginCapture", stream, 0)
         filled(source, stream=stream.value)
-        hip.call("hipStreamWriteValue64", stream, c_void_p(go), c_uint64(1), 0)
+        hip.call("hipStreamWriteValue64", stream, c_void_p(go), c_uint64(turn), 0)
         launch_count(word(), stream=stream.value)
         hip.call("hipStreamEndCapture", stream, ctypes.byref(graph))
         hip.call("hipGraphInstantiate", ctypes.byref(executable), graph, None, None, c_uint64(0))
@@ -250,23 +254,22 @@ def graph_opens():
 
 
 def host_opens():
-    def tell(source, go):
+    def tell(source, go, turn):
         filled(source)
         hip.synchronize()
-        put(go, 1)
+        put(go, turn)
 
     behind_a_poll(tell)
 
 
 def another_stream_opens():
     """The kernel that fills the source has not ended, and another stream does not wait for it."""
-    end = word()
 
-    def tell(source, go):
-        filling, other = hip.stream(), hip.stream()
+    def tell(source, go, turn):
+        filling, other, end = hip.stream(), hip.stream(), word()
         launch_fill(source, word(1), end, stream=filling.value)
         until(lambda: hip.view(source + NBYTES - 4, 1)[0] == 7)
-        hip.call("hipStreamWriteValue64", other, c_void_p(go), c_uint64(1), 0)
+        hip.call("hipStreamWriteValue64", other, c_void_p(go), c_uint64(turn), 0)
         hip.call("hipStreamSynchronize", other)
         time.sleep(0.05)
         put(end, 1)
@@ -275,7 +278,7 @@ def another_stream_opens():
 
 
 def kernel_opens():
-    behind_a_poll(lambda source, go: launch_fill_and_tell(source, go, stream=0))
+    behind_a_poll(lambda source, go, turn: launch_fill_and_tell(source, go, turn, stream=0))
 
 
 def kernels_and_engine_count():
