@@ -14,6 +14,10 @@
 // coherent load met a new value that nobody here stored, cached loads of shared memory that nobody here wrote need an
 // acquire like any other.
 //
+// What is remembered changes together with memory (Node::hold_waves), and goes when memory is given back. Stores of the host
+// itself are not seen either: a doorbell with a value that no wave has stored, and a polled word that nobody is known to
+// have written, are the host's, who knows of every kernel that has ended.
+//
 // Rules in reports: a  CU stores, copy engine reads        b  copy engine writes, CU reads
 //                   c  CU stores, another CU reads: the writer's side      d  ... the reader's side
 //                   e  ring, pointers and doorbell: what an engine is told and fetches  wait  a result used before s_waitcnt
