@@ -237,7 +237,7 @@ def engine_reads(seed, produce, uncached=False, what="copy source"):
         assert state != "fault", b.machine.fault()
         if bell[0] and not rung:
             rung = True
-            b.machine.agent_observed("sdma 0", 0, bell.ctypes.data, 8)
+            b.machine.agent_observed("sdma 0", 0, bell.ctypes.data, int(bell[0]))
             b.machine.agent_reads("sdma 0", 0, data.ctypes.data, data.nbytes, what)
     return b
 
@@ -353,7 +353,7 @@ def test_what_a_polled_word_announces_may_be_copied(drop, reported, seed):
     data, flag = b.array(np.zeros(128, np.uint32)), b.array(np.zeros(64, np.uint32), uncached=True)
     text = one_workgroup(program(producer("sc0 sc1", "sc0 sc1"), drop))
     b.submit(text, [data.ctypes.data, flag.ctypes.data, 0, 0], block=(128,))
-    b.machine.agent_observed("sdma 0", 0, b.array(np.zeros(64, np.uint32), uncached=True).ctypes.data, 8)
+    b.machine.agent_observed("sdma 0", 0, b.array(np.zeros(64, np.uint32), uncached=True).ctypes.data, 0)
     met = False
     while (state := b.machine.run(16)) == "running" or not met:
         assert state != "fault", b.machine.fault()
@@ -622,7 +622,7 @@ def test_a_store_over_what_an_engine_still_reads_is_reported(drop, late, seed):
         assert b.machine.run(1) != "fault", b.machine.fault()
     if late:
         b.machine.run(200)
-    b.machine.agent_observed("sdma 0", 0, bell.ctypes.data, 8)
+    b.machine.agent_observed("sdma 0", 0, bell.ctypes.data, int(bell[0]))
     b.machine.agent_reads("sdma 0", 0, data.ctypes.data, data.nbytes, "COPY source")
     signal[0] = 1
     b.machine.agent_writes("sdma 0", 0, signal.ctypes.data, 8, "ATOMIC")

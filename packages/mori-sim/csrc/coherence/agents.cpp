@@ -19,32 +19,46 @@ uint32_t StrictChecker::agent(const std::string& name, int device) {
   return id;
 }
 
-void StrictChecker::agent_observed(const std::string& name, int device, uint64_t addr, uint64_t nbytes) {
-  const uint32_t id = agent(name, device);
+// What these bytes tell who reads them; false when nobody is known to have written them.
+bool StrictChecker::learn(uint32_t id, uint64_t addr, uint64_t nbytes) {
   bool any = false;
   each_record(addr, nbytes, [&](Record& r) {
     any = true;
     if (r.released) actors_[id].clock.join(*r.released);
   });
-  if (!any) actors_[id].clock.join(actors_[agent("host", device)].clock);  // the host must have written it
+  return any;
+}
+
+// Stores of the host are not seen: it must have been him, after all that he has waited for.
+void StrictChecker::learn_from_host(uint32_t id, int device) {
+  const uint32_t host = agent("host", device);
+  actors_[id].clock.join(actors_[host].clock);
+}
+
+void StrictChecker::agent_observed(const std::string& name, int device, uint64_t addr, uint64_t value) {
+  const uint32_t id = agent(name, device);
+  const bool any = learn(id, addr, 8);
+  const auto pointer = engine_pointers_.find(addr);
+  const bool other = pointer != engine_pointers_.end() && pointer->second && *pointer->second != value;
+  if (!any || other) learn_from_host(id, device);
 }
 
 void StrictChecker::agent_polled(const std::string& name, int device, uint64_t addr, uint64_t nbytes) {
   const uint32_t id = agent(name, device);
-  each_record(addr, nbytes, [&](Record& r) {
-    if (r.released) actors_[id].clock.join(*r.released);
-  });
+  if (!learn(id, addr, nbytes)) learn_from_host(id, device);
 }
 
 void StrictChecker::agent_reads(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) {
   const uint32_t id = agent(name, device);
   const bool host = name.compare(0, 4, "host") == 0;
   const bool ring = what.find("ring") != std::string::npos || what.find("packet") != std::string::npos;
+  const bool atomic = what == kAtomicPacket;
   each_record(addr, nbytes, [&](Record& r) {
     const Clock& c = actors_[id].clock;
     const Actor& writer = actors_[r.actor];
     if (r.actor == id || !writer.wave) return;
     if (host && writer.end_seq) return;
+    if (atomic && r.atomic) return;  // both at memory, in whichever order
     if (knows_ended(c, r.actor) && end_publishes(r)) return;
     std::string why;
     if (!knows(c, r.actor, r.clock)) why = "nothing orders the store before it: the signal was sent without waiting for the store (s_waitcnt vmcnt(0), s_barrier), or not sent at all";
@@ -52,7 +66,7 @@ void StrictChecker::agent_reads(const std::string& name, int device, uint64_t ad
     if (why.empty()) return;
     report_agent(ring ? "e" : "a", name, device, what, addr, r, why);
   });
-  if (!host && what != kPossibleFetch) note_engine_read(id, addr, nbytes);
+  if (!host && !atomic && what != kPossibleFetch) note_engine_read(id, addr, nbytes);
 }
 
 void StrictChecker::agent_writes(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) {
@@ -66,12 +80,17 @@ void StrictChecker::agent_writes(const std::string& name, int device, uint64_t a
   r.device = static_cast<int16_t>(device);
   r.home = static_cast<int16_t>(device);
   a.clock.raise(id, a.now);
-  r.released = std::make_shared<Clock>(a.clock);
+  const auto released = std::make_shared<Clock>(a.clock);
+  r.atomic = what == kAtomicPacket;
+  if (r.atomic)
+    each_record(addr, nbytes, [&](Record& old) {  // a chain of read-modify-writes carries on
+      if (old.released) released->join(*old.released);
+    });
+  r.released = released;
   each_part(addr, nbytes, [&](uint64_t line, const ByteMask& bytes) {
     r.bytes = bytes;
     put(line, r);
   });
-  (void)what;
 }
 
 void StrictChecker::agent_joined(const std::string& name, DispatchId finished) {

@@ -14,6 +14,10 @@
 // coherent load met a new value that nobody here stored, cached loads of shared memory that nobody here wrote need an
 // acquire like any other.
 //
+// What is remembered changes together with memory (Node::hold_waves), and goes when memory is given back. Stores of the host
+// itself are not seen either: a doorbell with a value that no wave has stored, and a polled word that nobody is known to
+// have written, are the host's, who knows of every kernel that has ended.
+//
 // Rules in reports: a  CU stores, copy engine reads        b  copy engine writes, CU reads
 //                   c  CU stores, another CU reads: the writer's side      d  ... the reader's side
 //                   e  ring, pointers and doorbell: what an engine is told and fetches  wait  a result used before s_waitcnt
@@ -22,6 +26,7 @@
 //                   lds  waves of a workgroup race in LDS (lds_order.hpp)
 #include "coherence/checker.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -220,8 +225,24 @@ uint32_t StrictChecker::order_lds(Wave& w, StrictWave& s, const Op& op, LdsUse u
   return use == LdsUse::dma ? l.dma_now : l.ds_now;
 }
 
+// Its addresses may come back as something else, of which none of this is true. What lies beside it on a line stays.
 void StrictChecker::memory_released(uint64_t addr, uint64_t nbytes) {
-  if (nbytes) lines_.erase(addr / kLine, (addr + nbytes - 1) / kLine);
+  if (nbytes == 0) return;
+  const uint64_t end = addr + nbytes, whole = (addr + kLine - 1) / kLine, whole_end = std::max(whole, end / kLine);
+  if (whole < whole_end) lines_.erase(whole, whole_end - 1);
+  const auto forget = [&](uint64_t line, const ByteMask& bytes) {
+    Line* const found = lines_.find(line);
+    if (!found) return;
+    Line::drop(found->records, bytes);
+    Line::drop(found->readers, bytes);
+  };
+  const uint64_t head_end = std::min(end, whole * kLine), tail = std::max(head_end, whole_end * kLine);
+  each_part(addr, head_end - addr, forget);
+  if (tail < end) each_part(tail, end - tail, forget);
+  const auto erase = [&](auto& table, uint64_t from, uint64_t to) { table.erase(table.lower_bound(from), table.lower_bound(to)); };
+  erase(engine_pointers_, addr, end);
+  erase(signals_, addr, end);
+  for (auto& [device, lines] : to_peer_) erase(lines, whole, whole_end);
 }
 
 }  // namespace mori_sim::strict

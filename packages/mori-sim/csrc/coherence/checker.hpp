@@ -19,10 +19,14 @@ struct VectorAccess {  // one vector memory instruction, before it is carried ou
   bool load = false, store = false, atomic = false;
   bool to_lds = false;
   unsigned lds_offset = 0, lds_slot = 0;  // DMA: where the data of lane 0 lands, bytes from lane to lane
+  const uint32_t* data = nullptr;         // store: the first of its registers
 };
 
 // What an engine may fetch at any time; it must be right, but nobody has to wait until it was read.
 constexpr const char* kPossibleFetch = "ring, which it may fetch whenever it looks at the write pointer";
+
+// The packet that reads and writes a word in one step, at memory.
+constexpr const char* kAtomicPacket = "ATOMIC";
 
 struct Checker {
   virtual ~Checker() = default;
@@ -37,8 +41,8 @@ struct Checker {
   virtual void lds_access(Wave& w, const Op& op, LdsUse use, unsigned nbytes) = 0;  // of the offsets noted in `lds`
   virtual void barrier_released(Workgroup& g) = 0;
   virtual void engine_pointer(uint64_t addr) = 0;  // a doorbell or write pointer
-  // An engine saw a doorbell; without a store of a wave to it, the host rang. A poll of an engine was met by a word.
-  virtual void agent_observed(const std::string& agent, int device, uint64_t addr, uint64_t nbytes) = 0;
+  // An engine saw this value in a doorbell or write pointer; if no wave stored it, the host did. A poll was met by a word.
+  virtual void agent_observed(const std::string& agent, int device, uint64_t addr, uint64_t value) = 0;
   virtual void agent_polled(const std::string& agent, int device, uint64_t addr, uint64_t nbytes) = 0;
   virtual void agent_reads(const std::string& agent, int device, uint64_t addr, uint64_t nbytes, const std::string& what) = 0;
   virtual void agent_writes(const std::string& agent, int device, uint64_t addr, uint64_t nbytes, const std::string& what) = 0;

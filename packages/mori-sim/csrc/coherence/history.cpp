@@ -52,13 +52,9 @@ const Region* StrictChecker::region(Wave& w, uint64_t addr) {
 }
 
 void StrictChecker::put(uint64_t line, const Record& r) {
-  auto& v = lines_.at(line).records;
-  for (size_t i = 0; i < v.size();) {
-    v[i].bytes.drop(r.bytes);
-    if (v[i].bytes.empty()) v[i] = std::move(v.back()), v.pop_back();
-    else ++i;
-  }
-  v.push_back(r);
+  auto& records = lines_.at(line).records;
+  Line::drop(records, r.bytes);
+  records.push_back(r);
 }
 
 void StrictChecker::note_readers(Wave& w, StrictWave& s, uint64_t pc, uint32_t clock) {

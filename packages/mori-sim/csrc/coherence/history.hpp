@@ -56,6 +56,15 @@ struct Reader {  // a cached read, or an engine's: a later store must be ordered
 struct Line {
   std::vector<Record> records;
   std::vector<Reader> readers;
+
+  template <class Entry>
+  static void drop(std::vector<Entry>& entries, const ByteMask& bytes) {
+    for (size_t i = 0; i < entries.size();) {
+      entries[i].bytes.drop(bytes);
+      if (entries[i].bytes.empty()) entries[i] = std::move(entries.back()), entries.pop_back();
+      else ++i;
+    }
+  }
 };
 constexpr size_t kReaders = 8;  // remembered per line
 

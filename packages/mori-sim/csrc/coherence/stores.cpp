@@ -23,7 +23,7 @@ void StrictChecker::write_lines(Wave& w, StrictWave& s, uint64_t pc, Scope scope
   for (const Touched& t : touched_) {
     const bool uncached = t.kind == MemoryKind::uncached || t.kind == MemoryKind::host;
     check_readers(w, s, pc, t);
-    check_engine_pointer(w, s, pc, t);
+    check_engine_pointer(w, s, pc, t, a);
     r.home = static_cast<int16_t>(t.kind == MemoryKind::local ? me.device : t.home);
     r.bytes = t.bytes;
     r.in_memory = atomic || uncached || scope == Scope::system || (scope == Scope::agent && t.kind == MemoryKind::local);
@@ -105,9 +105,15 @@ void StrictChecker::check_readers(Wave& w, StrictWave& s, uint64_t pc, const Tou
 
 // A doorbell or write pointer that one wave after the other stores to: had the last one's store not arrived yet, it would
 // land on top of this one, and the engine would be told of less than it had been told before.
-void StrictChecker::check_engine_pointer(Wave& w, StrictWave& s, uint64_t pc, const Touched& t) {
+void StrictChecker::check_engine_pointer(Wave& w, StrictWave& s, uint64_t pc, const Touched& t, const VectorAccess& a) {
   const auto first = engine_pointers_.lower_bound(t.line * kLine);
-  if (first == engine_pointers_.end() || *first >= (t.line + 1) * kLine) return;
+  if (first == engine_pointers_.end() || first->first >= (t.line + 1) * kLine) return;
+  for (auto pointer = first; pointer != engine_pointers_.end() && pointer->first < (t.line + 1) * kLine; ++pointer)
+    for (unsigned i = 0; i < kLanes; ++i) {
+      if (!(a.lanes >> i & 1) || a.addr[i] >= pointer->first + 8 || a.addr[i] + a.nbytes <= pointer->first) continue;
+      if (a.data && a.nbytes == 8 && a.addr[i] == pointer->first) pointer->second = a.data[i] | static_cast<uint64_t>(a.data[kLanes + i]) << 32;
+      else pointer->second.reset();  // in part, or by an atomic: what the word holds then is not known here
+    }
   const Line* line = lines_.find(t.line);
   if (!line) return;
   for (const Record& r : line->records)

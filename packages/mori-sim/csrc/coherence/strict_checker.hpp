@@ -11,6 +11,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -46,9 +47,9 @@ class StrictChecker final : public Checker {
   void vector_done(Wave& w, const Op& op, const VectorAccess& a, const uint32_t* loaded) override;
   void scalar_access(Wave& w, const Op& op, uint64_t addr, unsigned nbytes) override;
   void lds_access(Wave& w, const Op& op, LdsUse use, unsigned nbytes) override;
-  void agent_observed(const std::string& name, int device, uint64_t addr, uint64_t nbytes) override;
+  void agent_observed(const std::string& name, int device, uint64_t addr, uint64_t value) override;
   void agent_polled(const std::string& name, int device, uint64_t addr, uint64_t nbytes) override;
-  void engine_pointer(uint64_t addr) override { engine_pointers_.insert(addr); }
+  void engine_pointer(uint64_t addr) override { engine_pointers_[addr] = std::nullopt; }
   void agent_reads(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) override;
   void agent_writes(const std::string& name, int device, uint64_t addr, uint64_t nbytes, const std::string& what) override;
   void agent_joined(const std::string& name, DispatchId finished) override;
@@ -109,7 +110,7 @@ class StrictChecker final : public Checker {
   void write_lines(Wave& w, StrictWave& s, uint64_t pc, Scope scope, bool atomic, uint32_t clock, const VectorAccess& a);
   void flag_to_peer(Wave& w, StrictWave& s, uint64_t pc, const Touched& t);
   void check_readers(Wave& w, StrictWave& s, uint64_t pc, const Touched& t);
-  void check_engine_pointer(Wave& w, StrictWave& s, uint64_t pc, const Touched& t);
+  void check_engine_pointer(Wave& w, StrictWave& s, uint64_t pc, const Touched& t, const VectorAccess& a);
 
   // ---- publishing.cpp
   void write_back(Wave& w, StrictWave& s, const Op& op);
@@ -122,6 +123,8 @@ class StrictChecker final : public Checker {
 
   // ---- agents.cpp
   uint32_t agent(const std::string& name, int device);
+  bool learn(uint32_t id, uint64_t addr, uint64_t nbytes);
+  void learn_from_host(uint32_t id, int device);
 
   // ---- findings.cpp
   std::string instruction(const Code* code, uint64_t pc) const;
@@ -140,9 +143,10 @@ class StrictChecker final : public Checker {
   std::unordered_map<DispatchId, uint64_t> ended_at_;
   std::map<std::pair<int, unsigned>, std::vector<WriteBack>> write_backs_;
   LineTable<Line> lines_;
-  std::set<uint64_t> engine_pointers_;  // and write pointers: the words that tell engines how far a ring is filled
+  // Doorbells and write pointers, which tell engines how far a ring is filled, and what waves stored there last.
+  std::map<uint64_t, std::optional<uint64_t>> engine_pointers_;
   std::unordered_map<int, std::set<uint64_t>> to_peer_;  // lines with plain stores to that device
-  std::unordered_map<uint64_t, uint64_t> signals_;  // last value seen of words that other processes write
+  std::map<uint64_t, uint64_t> signals_;  // last value seen of words that other processes write
   std::set<std::pair<std::string, std::pair<uint64_t, uint64_t>>> seen_;
   std::vector<Touched> touched_;  // by the instruction that is being carried out
   uint64_t highest_ = 0;           // line of them

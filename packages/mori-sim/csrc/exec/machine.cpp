@@ -94,8 +94,8 @@ void Machine::engine_pointer(uint64_t addr) {
 void Machine::agent_polled(const std::string& a, int d, uint64_t addr, uint64_t n) {
   if (impl_->checker) impl_->checker->agent_polled(a, d, addr, n);
 }
-void Machine::agent_observed(const std::string& a, int d, uint64_t addr, uint64_t n) {
-  if (impl_->checker) impl_->checker->agent_observed(a, d, addr, n);
+void Machine::agent_observed(const std::string& a, int d, uint64_t addr, uint64_t value) {
+  if (impl_->checker) impl_->checker->agent_observed(a, d, addr, value);
 }
 void Machine::agent_reads(const std::string& a, int d, uint64_t addr, uint64_t n, const std::string& what) {
   if (impl_->checker) impl_->checker->agent_reads(a, d, addr, n, what);

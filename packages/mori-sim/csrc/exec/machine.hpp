@@ -202,7 +202,7 @@ class Machine {
   // Acquire side: `agent` has read these bytes (a doorbell, a write pointer, a signal) and acts on them.
   void engine_pointer(uint64_t addr);
   void agent_polled(const std::string& agent, int device, uint64_t addr, uint64_t nbytes);
-  void agent_observed(const std::string& agent, int device, uint64_t addr, uint64_t nbytes);
+  void agent_observed(const std::string& agent, int device, uint64_t addr, uint64_t value);
   // Data side: called before the bytes are read / after they are written.
   void agent_reads(const std::string& agent, int device, uint64_t addr, uint64_t nbytes, const std::string& what);
   void agent_writes(const std::string& agent, int device, uint64_t addr, uint64_t nbytes, const std::string& what);

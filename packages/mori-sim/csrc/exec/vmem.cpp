@@ -332,12 +332,13 @@ void run_store(Wave& w, const Op& op) {
   const MemImpl& m = *static_cast<const MemImpl*>(op.impl);
   Lanes l;
   if (!addresses(w, op, m.bytes, &l)) return;
+  const uint32_t* data = w.row(op.src[1]);
   if (w.ctx->checker) {
     VectorAccess a = access_of(l, m.bytes);
     a.store = true;
+    a.data = data;
     w.ctx->checker->vector_access(w, op, a);
   }
-  const uint32_t* data = w.row(op.src[1]);
   const Region* r = nullptr;
   uint64_t moved = 0;
   if (op.sc0 || op.sc1) std::atomic_thread_fence(std::memory_order_release);

@@ -37,13 +37,15 @@ uint64_t now_ns() {
 struct Access {  // what one packet's execution needs to reach memory and to tell the checker
   Node& node;
   CopyQueue& queue;
+  const mori_sdma_packet& packet;
   std::string what;
 };
 
 void* resolve(void* user, uint64_t address, uint64_t nbytes, uint32_t access) {
   auto& a = *static_cast<Access*>(user);
   if (!a.node.memory.covers(a.queue.device, address, nbytes, access == MORI_SDMA_READ ? 1 : 3)) return nullptr;
-  if (access != MORI_SDMA_OVERWRITE) a.node.reads(a.queue.name, a.queue.device, address, nbytes, a.what);
+  const bool looks = a.packet.op == MORI_SDMA_POLL;  // at a word, until it is met: nothing has to come before
+  if (access != MORI_SDMA_OVERWRITE && !looks) a.node.reads(a.queue.name, a.queue.device, address, nbytes, a.what);
   return reinterpret_cast<void*>(address);
 }
 
@@ -89,14 +91,12 @@ CopyQueue* CopyEngines::create(int device, int engine, bool xgmi, uint64_t ring,
   queue->name = "sdma engine " + std::to_string(engine) + " of device " + std::to_string(device) + ", queue " + std::to_string(queue->id);
   queue->ahead = queue->name + " (at its write pointer)";
   queue->words = node_.memory.allocate(4096, kHostMemory, true, RangeKind::host);
-  uint64_t& doorbells = doorbell_pages_[device];
-  if (doorbells == 0) doorbells = node_.memory.allocate(kDoorbellPageBytes, kHostMemory, true, RangeKind::host);
   queue->ring.base = reinterpret_cast<uint32_t*>(ring);
   queue->ring.nbytes = nbytes;
   queue->ring.rptr = reinterpret_cast<uint64_t*>(queue->words);
   queue->ring.wptr = reinterpret_cast<uint64_t*>(queue->words + 64);
   queue->error = reinterpret_cast<int64_t*>(queue->words + 128);
-  queue->ring.doorbell = reinterpret_cast<uint64_t*>(doorbells) + (queue->id % kMaxQueues);
+  queue->ring.doorbell = free_doorbell(device, queue->id);
   *queue->ring.doorbell = 0;
   node_.engine_pointer(reinterpret_cast<uint64_t>(queue->ring.doorbell));
   node_.engine_pointer(reinterpret_cast<uint64_t>(queue->ring.wptr));
@@ -112,10 +112,21 @@ CopyQueue* CopyEngines::create(int device, int engine, bool xgmi, uint64_t ring,
   return queues_.back().get();
 }
 
+// One place after the other, so that who rings for a queue that is gone rings for nobody.
+uint64_t* CopyEngines::free_doorbell(int device, uint64_t id) {
+  uint64_t& page = doorbell_pages_[device];
+  if (page == 0) page = node_.memory.allocate(kDoorbellPageBytes, kHostMemory, true, RangeKind::host);
+  while (true) {
+    uint64_t* const place = reinterpret_cast<uint64_t*>(page) + (id++ % kMaxQueues);
+    if (std::none_of(queues_.begin(), queues_.end(), [&](const auto& q) { return q->ring.doorbell == place; })) return place;
+  }
+}
+
 void CopyEngines::destroy(CopyQueue* queue) {
   std::lock_guard lock(mutex_);
   const auto found = std::find_if(queues_.begin(), queues_.end(), [&](const auto& q) { return q.get() == queue; });
   if (found == queues_.end()) throw std::invalid_argument("not a queue of this process");
+  node_.forget(reinterpret_cast<uint64_t>(queue->ring.doorbell), 8);
   node_.memory.release(queue->words);
   queues_.erase(found);
 }
@@ -177,21 +188,10 @@ bool CopyEngines::serve(CopyQueue& queue) {
     land(queue, queue.landing.size() - 1);  // idle: what was noted lands by and by
     return true;
   }
-  const uint64_t doorbell = __atomic_load_n(queue.ring.doorbell, __ATOMIC_ACQUIRE);
-  if (doorbell != queue.seen_doorbell) {
-    queue.seen_doorbell = doorbell;
-    const auto waves_held = node_.hold_waves();
-    const uint64_t pointer = reinterpret_cast<uint64_t>(queue.ring.wptr);
-    const uint64_t written = __atomic_load_n(queue.ring.wptr, __ATOMIC_ACQUIRE);
-    node_.observed(queue.name, queue.device, reinterpret_cast<uint64_t>(queue.ring.doorbell), 8);
-    node_.observed(queue.ahead, queue.device, pointer, 8);
-    // A pointer above the doorbell is another wave's, which has not rung yet: this doorbell says nothing of it.
-    if (written == doorbell) node_.reads(queue.name, queue.device, pointer, 8, kPossibleFetch);
-    if (written < doorbell) {
-      bad.reason = MORI_SDMA_BAD_POINTER;
-      fault(queue, bad);
-      return false;
-    }
+  if (__atomic_load_n(queue.ring.doorbell, __ATOMIC_ACQUIRE) != queue.seen_doorbell && !look_at_pointers(queue)) {
+    bad.reason = MORI_SDMA_BAD_POINTER;
+    fault(queue, bad);
+    return false;
   }
   mori_sdma_packet packet{};
   if (const mori_sdma_reason reason = packets.decode(dwords, available, flags, &packet); reason != MORI_SDMA_OK) {
@@ -216,6 +216,21 @@ bool CopyEngines::serve(CopyQueue& queue) {
   return true;
 }
 
+// What the engine acts on from now on. False: the doorbell is ahead of the write pointer.
+bool CopyEngines::look_at_pointers(CopyQueue& queue) {
+  node_.delay_record();
+  const auto waves_held = node_.hold_waves();
+  const uint64_t doorbell = __atomic_load_n(queue.ring.doorbell, __ATOMIC_ACQUIRE);
+  const uint64_t written = __atomic_load_n(queue.ring.wptr, __ATOMIC_ACQUIRE);
+  const uint64_t pointer = reinterpret_cast<uint64_t>(queue.ring.wptr);
+  queue.seen_doorbell = doorbell;
+  node_.observed(queue.name, queue.device, reinterpret_cast<uint64_t>(queue.ring.doorbell), doorbell);
+  node_.observed(queue.ahead, queue.device, pointer, written);
+  // A pointer above the doorbell is another wave's, which has not rung yet: this doorbell says nothing of it.
+  if (written == doorbell) node_.reads(queue.name, queue.device, pointer, 8, kPossibleFetch);
+  return written >= doorbell;
+}
+
 // Lets noted copies land in random order until only `leave` are under way.
 void CopyEngines::land(CopyQueue& queue, size_t leave) {
   while (queue.landing.size() > leave) {
@@ -229,7 +244,7 @@ void CopyEngines::land(CopyQueue& queue, size_t leave) {
 // False: blocked (to be tried again) or faulted.
 bool CopyEngines::run(CopyQueue& queue, const mori_sdma_packet& packet, const uint32_t* dwords, uint64_t available) {
   const PacketLibrary& packets = PacketLibrary::get();
-  Access access{node_, queue, node_.settings.machine.strict ? packets.op_name(packet.op, packet.sub_op) : ""};
+  Access access{node_, queue, packet, node_.settings.machine.strict ? packets.op_name(packet.op, packet.sub_op) : ""};
   const mori_sdma_memory memory{&access, resolve, written, nullptr, nullptr};
   mori_sdma_fault bad{};
   const auto waves_held = node_.hold_waves();

@@ -56,6 +56,8 @@ class CopyEngines {
  private:
   void serve_all();
   bool serve(CopyQueue& queue);
+  bool look_at_pointers(CopyQueue& queue);
+  uint64_t* free_doorbell(int device, uint64_t id);
   bool drawn_delay_has_passed(CopyQueue& queue);
   void land(CopyQueue& queue, size_t leave);
   bool run(CopyQueue& queue, const mori_sdma_packet& packet, const uint32_t* dwords, uint64_t available);

@@ -110,7 +110,6 @@ bool Node::advance_streams() {
     moved = true;
     std::lock_guard lock(queue_mutex_);
     operation.done->when = std::chrono::steady_clock::now();
-    if (operation.done->dispatch != 0) newest_finished_ = std::max<DispatchId>(newest_finished_, operation.done->dispatch);
     operation.done->reached = true;
     stream->queue.pop_front();
     done_.notify_all();

@@ -42,7 +42,7 @@ void Node::launch_graph(Stream* stream, const std::shared_ptr<Graph>& graph) {
       progress->operations.back().step = node.make_step();
     }
     progress->ended.resize(graph->nodes.size());
-    return [graph, progress](Operation& whole) {
+    return [graph, progress](Operation&) {
       bool all = true;
       for (size_t i = 0; i < graph->nodes.size(); ++i) {
         if (progress->ended[i]) continue;
@@ -50,7 +50,6 @@ void Node::launch_graph(Stream* stream, const std::shared_ptr<Graph>& graph) {
         const bool ready = std::all_of(after.begin(), after.end(), [&](size_t j) { return progress->ended[j]; });
         if (ready && progress->operations[i].step(progress->operations[i])) {
           progress->ended[i] = true;
-          whole.done->dispatch = std::max(whole.done->dispatch, progress->operations[i].done->dispatch);
         } else {
           all = false;
         }

@@ -103,11 +103,16 @@ void Node::launch(Stream* stream, Kernel* kernel, const LaunchShape& shape, void
                                                    : build_kernarg(info, shape, parameters, queue);
   const bool blocking = stream->is_null && !stream->capturing && uses_lent_memory(info, kernarg);
   const int device = stream->device;
-  auto start = [this, kernel, shape, lds, kernarg, device, queue](Operation& operation) {
-    const KernelInfo& info = kernel->info;
+  struct Started {
+    uint64_t arguments = 0;
     size_t block = kSmallestArguments;
-    while (block < kernarg.size() + kAqlNbytes) block *= 2;
-    const uint64_t arguments = acquire_arguments(block);
+    DispatchId dispatch = 0;
+  };
+  auto start = [this, kernel, shape, lds, kernarg, device, queue] {
+    const KernelInfo& info = kernel->info;
+    Started started;
+    while (started.block < kernarg.size() + kAqlNbytes) started.block *= 2;
+    const uint64_t arguments = started.arguments = acquire_arguments(started.block);
     std::memcpy(reinterpret_cast<void*>(arguments), kernarg.data(), kernarg.size());
 
     Dispatch d = dispatch_of(*kernel, shape, static_cast<uint32_t>(lds), device);
@@ -115,24 +120,25 @@ void Node::launch(Stream* stream, Kernel* kernel, const LaunchShape& shape, void
     d.kernarg = arguments;
     d.queue = queue;
     d.dispatch_id = ++next_dispatch_;
-    d.dispatch_packet = arguments + block - kAqlNbytes;
+    d.dispatch_packet = arguments + started.block - kAqlNbytes;
     write_aql_packet(reinterpret_cast<uint8_t*>(d.dispatch_packet), d, kernel->module->address + info.descriptor_offset);
 
     std::lock_guard lock(machine_mutex_);
-    operation.done->dispatch = machine_->submit(std::move(d));
-    return std::make_pair(arguments, block);
+    started.dispatch = machine_->submit(std::move(d));
+    return started;
   };
   enqueue(stream, "kernel " + info.name, [this, start] {
-    return [this, start, arguments = std::pair<uint64_t, size_t>()](Operation& operation) mutable {
-      if (arguments.first == 0) {
-        arguments = start(operation);
+    return [this, start, started = Started()](Operation&) mutable {
+      if (started.arguments == 0) {
+        started = start();
         return false;
       }
       {
         std::lock_guard lock(machine_mutex_);
-        if (!machine_->done(operation.done->dispatch)) return false;
+        if (!machine_->done(started.dispatch)) return false;
+        machine_->agent_joined("host", started.dispatch);  // whoever in the host comes after it knows it
       }
-      release_arguments(arguments.first, arguments.second);
+      release_arguments(started.arguments, started.block);
       return true;
     };
   });

@@ -102,6 +102,21 @@ void AddressSpace::insert(Range range) {
   ++generation_;
 }
 
+// Throws what `check` throws, which gets null when no range starts there.
+Range AddressSpace::take_out(uint64_t address, const std::function<void(const Range*)>& check) {
+  Range range;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = ranges_.find(address);
+    check(found == ranges_.end() ? nullptr : &found->second);
+    range = found->second;
+    ranges_.erase(found);
+    ++generation_;
+  }
+  on_gone(range.begin, range.end - range.begin);
+  return range;
+}
+
 void AddressSpace::poison(const Range& range) {
   if (poison_ && range.home != kHostMemory && range.kind != RangeKind::code) std::memset(reinterpret_cast<void*>(range.begin), 0xcb, range.end - range.begin);
 }
@@ -124,13 +139,10 @@ uint64_t AddressSpace::allocate(uint64_t nbytes, int home, bool uncached, RangeK
 }
 
 void AddressSpace::release(uint64_t address) {
-  std::lock_guard lock(mutex_);
-  const auto found = ranges_.find(address);
-  if (found == ranges_.end() || found->second.kind == RangeKind::mapping || found->second.kind == RangeKind::registered)
-    throw std::invalid_argument(hex(address) + " is not the start of an allocation");
-  const Range range = found->second;
-  ranges_.erase(found);
-  ++generation_;
+  const Range range = take_out(address, [&](const Range* r) {
+    if (r == nullptr || r->kind == RangeKind::mapping || r->kind == RangeKind::registered)
+      throw std::invalid_argument(hex(address) + " is not the start of an allocation");
+  });
   munmap(reinterpret_cast<void*>(range.begin), pages(range.end - range.begin));
 }
 
@@ -226,13 +238,10 @@ void AddressSpace::map(uint64_t address, uint64_t nbytes, uint64_t offset, const
 }
 
 void AddressSpace::unmap(uint64_t address, uint64_t nbytes) {
-  std::lock_guard lock(mutex_);
-  const auto found = ranges_.find(address);
-  if (found == ranges_.end() || found->second.kind != RangeKind::mapping || found->second.end != address + nbytes)
-    throw std::invalid_argument(hex(address) + ": no mapping of " + std::to_string(nbytes) + " bytes starts there");
-  const BackingPtr backing = found->second.backing;
-  ranges_.erase(found);
-  ++generation_;
+  take_out(address, [&](const Range* r) {
+    if (r == nullptr || r->kind != RangeKind::mapping || r->end != address + nbytes)
+      throw std::invalid_argument(hex(address) + ": no mapping of " + std::to_string(nbytes) + " bytes starts there");
+  });
   mmap(reinterpret_cast<void*>(address), nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
 }
 
@@ -262,12 +271,9 @@ void AddressSpace::register_host(uint64_t address, uint64_t nbytes, uint64_t fla
 }
 
 void AddressSpace::unregister_host(uint64_t address) {
-  std::lock_guard lock(mutex_);
-  const auto found = ranges_.find(address);
-  if (found == ranges_.end() || found->second.kind != RangeKind::registered)
-    throw std::invalid_argument(hex(address) + ": not registered");
-  ranges_.erase(found);
-  ++generation_;
+  take_out(address, [&](const Range* r) {
+    if (r == nullptr || r->kind != RangeKind::registered) throw std::invalid_argument(hex(address) + ": not registered");
+  });
 }
 
 void AddressSpace::host_mappings_may_have_changed() {

@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -53,6 +54,10 @@ class AddressSpace : public Memory {
  public:
   AddressSpace(bool lend_host_memory, bool poison) : lend_host_memory_(lend_host_memory), poison_(poison) {}
 
+  // Called, without a lock, when a range (first address, bytes) is in no table any more and its addresses are still
+  // taken: nobody reaches it, and nothing new lies there yet.
+  std::function<void(uint64_t, uint64_t)> on_gone = [](uint64_t, uint64_t) {};
+
   // ---- allocations: backed, mapped and accessible at once
   uint64_t allocate(uint64_t nbytes, int home, bool uncached, RangeKind kind = RangeKind::allocation);
   void release(uint64_t address);           // throws std::invalid_argument unless an allocation starts there
@@ -90,6 +95,7 @@ class AddressSpace : public Memory {
   void host_mappings_may_have_changed();    // before a launch: what is lent is looked up anew
 
  private:
+  Range take_out(uint64_t address, const std::function<void(const Range*)>& check);
   Range* containing(uint64_t address);
   const Range* containing(uint64_t address) const;
   void insert(Range range);

@@ -58,6 +58,7 @@ Node::Node()
   options.seed += settings.rank > 0 ? static_cast<uint64_t>(settings.rank) * 0x9e3779b97f4a7c15ull : 0;
   machine_ = std::make_unique<Machine>(memory, options);
   random_state_ = options.seed * 2 + 1;
+  memory.on_gone = [this](uint64_t address, uint64_t nbytes) { forget(address, nbytes); };
   copy_engines_ = std::make_unique<CopyEngines>(*this);
   pthread_atfork(nullptr, nullptr, &Node::forked);
   std::atexit([] { instance().stop_at_exit(); });
@@ -155,25 +156,31 @@ void Node::polled(const std::string& agent, int device, uint64_t address, uint64
   std::lock_guard lock(machine_mutex_);
   machine_->agent_polled(agent, device, address, nbytes);
 }
-void Node::observed(const std::string& agent, int device, uint64_t address, uint64_t nbytes) {
+void Node::observed(const std::string& agent, int device, uint64_t address, uint64_t value) {
   if (!settings.machine.strict) return;
   std::lock_guard lock(machine_mutex_);
-  if (newest_finished_ != 0) machine_->agent_joined("host", newest_finished_);  // who rang, if no wave did
-  machine_->agent_observed(agent, device, address, nbytes);
+  machine_->agent_observed(agent, device, address, value);
 }
 void Node::reads(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what) {
   if (!settings.machine.strict) return;
   std::lock_guard lock(machine_mutex_);
-  if (agent == "host" && newest_finished_ != 0) machine_->agent_joined("host", newest_finished_);
   machine_->agent_reads(agent, device, address, nbytes, what);
   collect_reports();
 }
 void Node::writes(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what) {
   if (!settings.machine.strict) return;
+  delay_record();
   std::lock_guard lock(machine_mutex_);
-  if (agent == "host" && newest_finished_ != 0) machine_->agent_joined("host", newest_finished_);
   machine_->agent_writes(agent, device, address, nbytes, what);
   collect_reports();
+}
+void Node::forget(uint64_t address, uint64_t nbytes) {
+  if (!settings.machine.strict || forked_) return;
+  std::lock_guard lock(machine_mutex_);
+  machine_->memory_released(address, nbytes);
+}
+void Node::delay_record() const {
+  if (settings.record_delay_us > 0) usleep(static_cast<useconds_t>(settings.record_delay_us));
 }
 
 }  // namespace mori_sim

@@ -125,15 +125,19 @@ class Node {
   size_t num_reports();
 
   CopyEngines& copy_engines();
-  // Strict mode: what a copy engine or the host read and wrote, told to the checker.
+  // Strict mode: what a copy engine or the host read and wrote, told to the checker. `observed`: an engine saw this
+  // value in a doorbell or write pointer. `forget`: memory is given back, and what comes there has no history.
   void engine_pointer(uint64_t address);
   void polled(const std::string& agent, int device, uint64_t address, uint64_t nbytes);
-  void observed(const std::string& agent, int device, uint64_t address, uint64_t nbytes);
+  void observed(const std::string& agent, int device, uint64_t address, uint64_t value);
   void reads(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what);
   void writes(const std::string& agent, int device, uint64_t address, uint64_t nbytes, const std::string& what);
-  // Strict mode: no wave runs while this is held. A word that waves poll changes under it, together with what the
-  // checker is told of it: a wave that saw the value before the checker knew of it would be blamed for nothing.
+  void forget(uint64_t address, uint64_t nbytes);
+  // Strict mode: no wave runs and no engine looks at memory while this is held. A word that they poll changes under it,
+  // together with what the checker is told of it, and is looked at under it, together with the question what the
+  // checker knows: whoever saw the value before the checker knew of it would be blamed for nothing.
   std::unique_lock<std::recursive_mutex> hold_waves();
+  void delay_record() const;  // MORI_SIM_RECORD_DELAY_US
 
  private:
   Node();
@@ -168,7 +172,6 @@ class Node {
   std::thread executor_;
   bool started_ = false, stopping_ = false, forked_ = false;
   std::atomic<int> sticky_{0};
-  std::atomic<DispatchId> newest_finished_{0};
   std::string fault_text_;
   size_t num_reports_ = 0;
   uint64_t next_dispatch_ = 0, queue_page_ = 0;

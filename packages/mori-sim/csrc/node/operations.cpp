@@ -28,6 +28,7 @@ void Node::copy(Stream* stream, uint64_t to, uint64_t from, uint64_t nbytes) {
   const int device = stream->device;
   enqueue(stream, "copy", [=] {
     return [=](Operation&) {
+      const auto waves_held = hold_waves();
       reads("host", device, from, nbytes, "hipMemcpy");
       std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes);
       writes("host", device, to, nbytes, "hipMemcpy");
@@ -42,6 +43,7 @@ void Node::fill(Stream* stream, uint64_t to, uint64_t value, unsigned width, uin
   const int device = stream->device;
   enqueue(stream, "fill", [=] {
     return [=](Operation&) {
+      const auto waves_held = hold_waves();
       auto* out = reinterpret_cast<uint8_t*>(to);
       if (width == 1) std::memset(out, static_cast<int>(value), count);
       else for (uint64_t i = 0; i < count; ++i) std::memcpy(out + i * width, &value, width);
@@ -57,6 +59,7 @@ void Node::write_value(Stream* stream, uint64_t to, uint64_t value, unsigned wid
   const int device = stream->device;
   enqueue(stream, "write value", [=] {
     return [=](Operation&) {
+      const auto waves_held = hold_waves();
       if (width == 4) __atomic_store_n(reinterpret_cast<uint32_t*>(to), static_cast<uint32_t>(value), __ATOMIC_RELEASE);
       else __atomic_store_n(reinterpret_cast<uint64_t*>(to), value, __ATOMIC_RELEASE);
       writes("host", device, to, width, "hipStreamWriteValue");
@@ -72,13 +75,14 @@ void Node::wait_value(Stream* stream, uint64_t at, uint64_t value, unsigned widt
   if (width == 4) mask &= 0xffffffffu, value &= 0xffffffffu;
   enqueue(stream, "wait value", [=] {
     return [=](Operation&) {
+      const auto waves_held = hold_waves();
       const uint64_t seen = mask & (width == 4 ? __atomic_load_n(reinterpret_cast<uint32_t*>(at), __ATOMIC_ACQUIRE)
                                                : __atomic_load_n(reinterpret_cast<uint64_t*>(at), __ATOMIC_ACQUIRE));
       const bool met = compare == 0   ? (width == 4 ? static_cast<int32_t>(seen - value) >= 0 : static_cast<int64_t>(seen - value) >= 0)
                        : compare == 1 ? seen == value
                        : compare == 2 ? (seen & value) != 0
                                       : ~(seen | value) != 0;
-      if (met) observed("host", device, at, width);
+      if (met) polled("host", device, at, width);
       return met;
     };
   });

@@ -65,6 +65,7 @@ Settings read_settings() {
   s.rank = static_cast<int>(whole("RANK", static_cast<uint64_t>(-1), 0, 1 << 20));
   s.poison = choice("MORI_SIM_POISON", s.machine.strict, {"0", "1"}) == 1;
   s.copy_delay_us = number("MORI_SIM_COPY_DELAY_US", 0, 0, 1e6);
+  s.record_delay_us = number("MORI_SIM_RECORD_DELAY_US", 0, 0, 1e6);
   s.lazy_copies = choice("MORI_SIM_LAZY_COPIES", s.machine.strict, {"0", "1"}) == 1;
   s.short_copies = choice("MORI_SIM_SHORT_COPIES", 0, {"0", "1"}) == 1;
   s.queues_per_engine = static_cast<int>(whole("MORI_SIM_QUEUES_PER_ENGINE", 8, 1, 64));

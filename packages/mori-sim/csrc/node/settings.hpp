@@ -21,6 +21,7 @@ struct Settings {
 
   double copy_delay_us = 0;        // MORI_SIM_COPY_DELAY_US: each packet waits a random time up to this
   bool lazy_copies = false;        // MORI_SIM_LAZY_COPIES: rptr may move before data lands; on in strict mode
+  double record_delay_us = 0;      // MORI_SIM_RECORD_DELAY_US: between a change of memory and its record in the checker
   bool short_copies = false;       // MORI_SIM_SHORT_COPIES: 22-bit byte counts, as older engines have
   int queues_per_engine = 8;       // MORI_SIM_QUEUES_PER_ENGINE
   uint32_t missing_engines = 0;    // MORI_SIM_MISSING_ENGINES: a mask of engines that take queues and never run

@@ -12,14 +12,11 @@
 #include <string>
 #include <vector>
 
-#include "exec/machine.hpp"
-
 namespace mori_sim {
 
 struct Mark {
   std::atomic<bool> reached{false};
   std::chrono::steady_clock::time_point when;  // valid once reached
-  DispatchId dispatch = 0;                     // of a kernel, for the checker's "the host has waited for it"
 };
 using MarkPtr = std::shared_ptr<Mark>;
 

@@ -49,10 +49,6 @@ void Node::synchronize_mark(const MarkPtr& mark) {
     std::unique_lock lock(queue_mutex_);
     done_.wait(lock, [&] { return mark->reached || sticky_ != 0 || stopping_; });
   }
-  if (settings.machine.strict && newest_finished_ != 0) {
-    std::lock_guard lock(machine_mutex_);
-    machine_->agent_joined("host", newest_finished_);
-  }
   check_alive();
 }
 

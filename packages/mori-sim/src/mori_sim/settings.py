@@ -83,6 +83,12 @@ VARIABLES = (
     ),
     Variable("MORI_SIM_COPY_DELAY_US", "0", "0 to 1e6", "every SDMA packet waits a random time up to this"),
     Variable(
+        "MORI_SIM_RECORD_DELAY_US",
+        "0",
+        "0 to 1e6",
+        "strict: what engines and streams store is told to the checker so much later; for tests of the node",
+    ),
+    Variable(
         "MORI_SIM_SHORT_COPIES",
         "0",
         "0, 1",

@@ -185,18 +185,10 @@ class SdmaQueue:
 
     FLAGS = 1 | 1 << 6 | 1 << 16 | 1 << 12 | 1 << 17
 
-    def __init__(self, device: int, engine: int, nbytes: int = 4096) -> None:
-        self.nbytes = nbytes
-        memory = c_void_p()
-        kmt_call(
-            "hsaKmtAllocMemory",
-            c_uint32(device + 1),
-            c_uint64(max(nbytes, 4096)),
-            c_uint32(self.FLAGS),
-            byref(memory),
-        )
-        self.ring = memory.value or 0
-        kmt_call("hsaKmtMapMemoryToGPU", memory, c_uint64(max(nbytes, 4096)), byref(c_uint64()))
+    def __init__(self, device: int, engine: int, nbytes: int = 4096, ring: int = 0) -> None:
+        """`ring`: memory of ring_memory; it stays the caller's."""
+        self.nbytes, self.owned = nbytes, not ring
+        self.ring = ring or self.ring_memory(device, nbytes)
         self.resource = _QueueResource()
         kmt_call(
             "hsaKmtCreateQueueExt",
@@ -205,12 +197,21 @@ class SdmaQueue:
             c_uint32(100),
             c_int(3),
             c_uint32(engine),
-            memory,
+            c_void_p(self.ring),
             c_uint64(nbytes),
             None,
             byref(self.resource),
         )
         self.written = 0
+
+    @classmethod
+    def ring_memory(cls, device: int, nbytes: int = 4096) -> int:
+        memory, nbytes = c_void_p(), max(nbytes, 4096)
+        kmt_call(
+            "hsaKmtAllocMemory", c_uint32(device + 1), c_uint64(nbytes), c_uint32(cls.FLAGS), byref(memory)
+        )
+        kmt_call("hsaKmtMapMemoryToGPU", memory, c_uint64(nbytes), byref(c_uint64()))
+        return memory.value or 0
 
     @property
     def read(self) -> int:
@@ -235,6 +236,12 @@ class SdmaQueue:
 
     def close(self) -> None:
         kmt_call("hsaKmtDestroyQueue", c_uint64(self.resource.id))
+        if self.owned:
+            free_ring(self.ring)
+
+
+def free_ring(memory: int) -> None:
+    kmt_call("hsaKmtFreeMemory", c_void_p(memory), c_uint64(0))
 
 
 def halves(value: int) -> list[int]:

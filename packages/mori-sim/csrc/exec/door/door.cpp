@@ -179,7 +179,7 @@ void bind_exec(py::module_& m) {
       .def("clear_reports", [](BareMachine& b) { b.machine.clear_reports(); })
       .def("engine_pointer", [](BareMachine& b, uint64_t p) { b.machine.engine_pointer(p); })
       .def("agent_polled", [](BareMachine& b, const std::string& a, int d, uint64_t p, uint64_t n) { b.machine.agent_polled(a, d, p, n); })
-      .def("agent_observed", [](BareMachine& b, const std::string& a, int d, uint64_t p, uint64_t n) { b.machine.agent_observed(a, d, p, n); })
+      .def("agent_observed", [](BareMachine& b, const std::string& a, int d, uint64_t p, uint64_t value) { b.machine.agent_observed(a, d, p, value); })
       .def("agent_reads", [](BareMachine& b, const std::string& a, int d, uint64_t p, uint64_t n, const std::string& w) { b.machine.agent_reads(a, d, p, n, w); })
       .def("agent_writes", [](BareMachine& b, const std::string& a, int d, uint64_t p, uint64_t n, const std::string& w) { b.machine.agent_writes(a, d, p, n, w); })
       .def("agent_joined", [](BareMachine& b, const std::string& a, DispatchId id) { b.machine.agent_joined(a, id); })
