@@ -459,8 +459,8 @@ class EpDispatchCombineOp:
         hidden: int | None = None,
         zero_copy: bool | None = None,
     ) -> Decision | None:
-        """The tuned rule for calls of this phase ("dispatch", "combine") and dtype, or why there is none; None
-        where nothing is tuned. Without `hidden` and `zero_copy` as configured."""
+        """The tuned rule for calls of this phase ("dispatch", "combine") and dtype, or why there is none;
+        None where nothing is tuned. Without `hidden` and `zero_copy` as configured."""
         if phase not in self._dtypes:
             raise ArgumentError(f"phase {phase!r}: dispatch or combine")
         config = self.config

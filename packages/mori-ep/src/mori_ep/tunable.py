@@ -2,7 +2,8 @@
 
 A problem is one shape of call; a candidate is one geometry, and where a call has two ways which of them, for
 both phases together. A visit compares dispatch and combine with the reference, with two sets of rows in
-turn; times rounds; and compares again. A round is a dispatch and the combine that belongs to it, each timed by itself:
+turn; times rounds; and compares again. A round is a dispatch and the combine that belongs to it, each timed
+by itself:
 
     host   ranks meet before each of the two; the time until the call returns
     cuda   pairs queued behind a kernel that only takes time, so that the host is out of the way, with events
@@ -33,6 +34,7 @@ from mori_tune import (
     ep_space,
     hardware_of,
 )
+from mori_tune.spaces.ep import INTRA_WARPS
 
 from mori_ep.config import QUANT_TYPES, EpDispatchCombineKernelType
 from mori_ep.grids import Grid, combine_grid, dispatch_grid
@@ -177,7 +179,7 @@ class Ep:
             if not ways:
                 raise SpaceError(
                     f"kernel type {problem['kernel_type']} has nothing to tune on the host, its defaults "
-                    "suffice: one worker a rank, and one way for its rows. IntraNode and InterNode have two ways"
+                    "suffice: one worker a rank, one way for its rows. IntraNode and InterNode have two ways"
                 )
             return ep_space(hardware, nodes="worker", ways=True)
         if across_nodes(problem):
@@ -193,6 +195,19 @@ class Ep:
         if device.backend != "cuda" or across_nodes(problem):
             return None
         return Candidate.of({**PLANNED_HERE, "low_latency": "planned"} if ways else PLANNED_HERE)
+
+    def saved_as(self, problem: Problem, phase: str, winner: Candidate, device: Device) -> Candidate:
+        """On cuda: no more warps than the phase's kernel uses."""
+        values = winner.as_dict()
+        if device.backend != "cuda" or not values["warp_per_block"]:
+            return winner
+        which = PHASES.index(phase)
+        launched = grids_of(problem, values, device.compute_units)[which]
+        for warps in sorted(w for w in INTRA_WARPS if w < int(values["warp_per_block"])):
+            fewer = {**values, "warp_per_block": warps}
+            if grids_of(problem, fewer, device.compute_units)[which] == launched:
+                return Candidate.of(fewer)
+        return winner
 
     def device(self, backend: str) -> Device:
         from mori_shmem.comm import backend_of
@@ -259,7 +274,6 @@ def grids_of(problem: Problem, values: Mapping[str, Any], resident: int) -> tupl
 
 def same_launch(problem: Problem) -> Any:
     """A constraint: warps that change nothing, in neither phase, are not tried again."""
-    from mori_tune.spaces.ep import INTRA_WARPS
 
     @functools.cache
     def grids(items: tuple[tuple[str, Any], ...], resident: int) -> tuple[Grid, Grid]:
