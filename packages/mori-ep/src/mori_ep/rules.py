@@ -9,9 +9,10 @@
 Each phase is looked up with its own dtype, said outright. What is tuned is how rows travel, never what they
 are.
 
-Where there is something to tune: on cuda always; on the host for IntraNode (counts first, or blocks by
-source), and across nodes for InterNode (rows compact, or runs of tokens as they are). The host has no shipped
-rules; there nothing is looked up, or said, until rules for it exist.
+Where there is something to tune: on cuda both phases of every call; on the host how an IntraNode op
+dispatches (counts first, or blocks by source: one lookup, for as many tokens as fit, decides for all of its
+calls), and across nodes how a call of InterNode does (rows compact, or runs of tokens as they are). The host
+has no shipped rules; there nothing is looked up, or said, until rules for it exist.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ def is_tuned(backend: str, config: EpDispatchCombineConfig) -> bool:
     if backend == "internode":
         return config.kernel_type is EpDispatchCombineKernelType.InterNode
     return backend == "cuda"
+
+
+def choices_of(backend: str) -> tuple[str, ...]:
+    """The phases that a rule can change anything in, call by call."""
+    return {"cuda": ("dispatch", "combine"), "internode": ("dispatch",)}.get(backend, ())
 
 
 def device_of(backend: str, index: int | None) -> Device:
@@ -130,6 +136,7 @@ class Rules:
         if unknown:
             raise ArgumentError(f"geometry has {', '.join(unknown)}: its keys are {', '.join(FORMATS)}")
         self._config, self._dtypes, self._by_hand = config, dtypes, by_hand
+        self._phases = choices_of(comm.backend)
         self._runner: Runner | None = None
         self._warned: set[str] = set()
         self._book: Book | None = None
@@ -213,8 +220,8 @@ class Rules:
             for phase in FORMATS
         }
         config, dtype = self._config, self._dtypes["dispatch"]
-        full = self.geometry(
-            "dispatch", dtype, tokens=config.max_num_inp_token_per_rank, hidden=config.hidden_dim
+        full = self._found(
+            "dispatch", dtype, config.max_num_inp_token_per_rank, config.hidden_dim, zero_copy=False
         )
         return FewTokens(full.low_latency, **most)
 
@@ -222,9 +229,9 @@ class Rules:
         """Say what each phase gets in calls that fill the op; from now on `runner` may refuse a geometry."""
         self._runner = runner
         config, zero_copy = self._config, not self._config.use_external_inp_buf
-        for phase, dtype in self._dtypes.items():
+        for phase in self._phases or ("dispatch",):
             tokens, hidden = config.max_num_inp_token_per_rank, config.hidden_dim
-            self.geometry(phase, dtype, tokens=tokens, hidden=hidden, zero_copy=zero_copy)
+            self.decision(phase, self._dtypes[phase], tokens=tokens, hidden=hidden, zero_copy=zero_copy)
 
     # ---- calls ----
 
@@ -235,17 +242,22 @@ class Rules:
     def geometry(
         self, phase: str, dtype: torch.dtype, *, tokens: int, hidden: int, zero_copy: bool = False
     ) -> Geometry:
-        """How a call of this phase is launched. A rule that does not fit this rank's GPU is left, aloud."""
+        """How a call of this phase is launched."""
         if self._by_hand is not None:
             return self._by_hand.get(phase, PLANNED)
+        return self._found(phase, dtype, tokens, hidden, zero_copy) if phase in self._phases else PLANNED
+
+    def _found(self, phase: str, dtype: torch.dtype, tokens: int, hidden: int, zero_copy: bool) -> Geometry:
+        """What the rules say. One that does not fit this rank's GPU is left, aloud."""
         decision = self.decision(phase, dtype, tokens=tokens, hidden=hidden, zero_copy=zero_copy)
         if decision is None or decision.params is None:
             return PLANNED
         assert decision.rule is not None
         found = geometry_of(decision.params, decision.rule.place)
-        if found.low_latency == 1 and tokens > decision.rule.values["num_tokens"]:
-            found = found._replace(low_latency=-1)  # nobody has tried that way with so many
         reason = None if self._runner is None else self._runner.why_not_launch(found)
+        most = decision.rule.values["num_tokens"]
+        if found.low_latency == 1 and tokens > most:
+            reason = f"{tokens} tokens, and its way for few was tried with {most}"
         if reason is None:
             return found
         if decision.rule.place not in self._warned:
