@@ -19,12 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from mori_ep import reference
+from mori_ep import reference, tunable
 from mori_ep.config import EpDispatchCombineConfig
+from mori_ep.grids import MOST_THREADS
+from mori_ep.plan import NOTHING_SAID, PLANNED, FewTokens, Geometry
 from mori_ep.reference import RankInput, bytes_of
 from mori_ep.targets import CombineShape, DispatchShape
 from mori_ep.targets.cuda import launch as launches
@@ -34,8 +36,10 @@ from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch, Maps
 from mori_ep.targets.cuda.layout import layout_for
 from mori_ep.targets.cuda.params import BOTH, RECEIVE, SEND
 from mori_ep.targets.cuda.place import Place, blocks_of
+from mori_ep.tunable import TUNABLE
 from mori_shmem.errors import ArgumentError, CollectiveMismatch, PeerTimeout, UnsupportedShape
 from mori_shmem.targets.fault_record import FIELDS
+from mori_tune import Candidate, Device, Problem
 
 pytestmark = pytest.mark.timeout(240)
 on_gpu = pytest.param("cuda", marks=pytest.mark.gpu(1))
@@ -105,9 +109,11 @@ class Node:
         *,
         timeout_s: float = 20.0,
         wire_block: int = 128,
+        few: FewTokens = NOTHING_SAID,
         **fields: Any,
     ) -> None:
         self.device, self.world = device, world_size
+        self.asked: Callable[[str, int], Geometry] = lambda phase, rank: PLANNED
         for name in ("max_num_inp_token_per_rank", "max_total_recv_tokens"):
             if name in fields:
                 fields[name] = self.scaled(fields[name])
@@ -123,7 +129,7 @@ class Node:
             **fields,
         }
         configs = [EpDispatchCombineConfig(rank=r, world_size=world_size, **given) for r in range(world_size)]
-        layout = layout_for(configs[0], limits.plan_for(configs[0]))
+        layout = layout_for(configs[0], limits.plan_for(configs[0], few))
         gpu = device == "cuda"
         if gpu:
             torch.cuda.set_device(0)
@@ -133,7 +139,7 @@ class Node:
         self.ranks = []
         for config, window in zip(configs, windows, strict=True):
             record = torch.zeros(8, dtype=torch.int32, pin_memory=gpu)
-            place = Place(config, layout, bases, 0, blocks, record.data_ptr(), timeout_s, wire_block)
+            place = Place(config, layout, bases, 0, blocks, record.data_ptr(), timeout_s, wire_block, few)
             self.ranks.append(Rank(place, window, record, torch.cuda.Stream() if gpu else None))
         self.config = configs[0]
         self.launches: dict[Any, list[Any]] = {}
@@ -175,7 +181,8 @@ class Node:
             if phases & SEND:
                 self.poison(rank, "table", "out_positions")
             tensors = (given.x, given.weights, given.scales, given.ids)
-            launch.launch(rank.raw_stream, *tensors, phases=phases)
+            geometry, home = (self.asked(phase, rank.place.rank) for phase in ("dispatch", "combine"))
+            launch.launch(rank.raw_stream, *tensors, None, geometry, phases, homeward=home.low_latency)
 
     def combine(
         self,
@@ -195,7 +202,8 @@ class Node:
             maps = rank.maps if packets else replace(rank.maps, meta=None)
             rows = rank.view("y", tuple(y[i].shape), y[i].dtype) if registered else y[i]
             given = (rows, weights and weights[i], tokens[i], maps)
-            launch.launch(rank.raw_stream, *given, guard=guard, phases=phases)
+            geometry = self.asked("combine", rank.place.rank)
+            launch.launch(rank.raw_stream, *given, guard=guard, geometry=geometry, phases=phases)
 
     def faults(self) -> list[dict[str, int]]:
         found = [dict(zip(FIELDS, rank.record.tolist(), strict=True)) for rank in self.ranks]
@@ -228,7 +236,10 @@ class OnCpu:
     def __init__(self, kernel: Callable[..., None], grid: int, block: int, args: list[Any]) -> None:
         self._kernel, self._shape, self._params = kernel, (grid, block), args[0]
 
+    launched: ClassVar[list[tuple[str, int, int]]] = []  # kernel, blocks, threads
+
     def launch(self, rank: Rank) -> None:
+        self.launched.append((self._kernel.args[0], *self._shape))  # type: ignore[attr-defined]
         as_it_is = type(self._params).from_buffer_copy(self._params)
         rank.then(functools.partial(self._kernel, as_it_is, *self._shape))
 
@@ -853,3 +864,75 @@ def test_EP_6_a_captured_pair_of_calls_replayed_a_thousand_times_between_eager_c
     node.sync()
     assert node.faults() == []
     assert int(mismatches) == 0
+
+
+# ---- tuned launches ----
+
+GEOMETRIES = [Geometry(2, -1, 1, 1), Geometry(3, -1, 5, 0), Geometry(2, -1, 16, 1), Geometry(9, -1, 10, 0)]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("registered", [False, True])
+def test_TU_5_any_geometry_and_either_way_give_the_same_rows_and_sums(
+    device: str, registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank and phase launched in its own way: packets where the target would not send them by itself (it
+    would up to 2 tokens, rules have up to 40), rows where it would not, from 1 to 16 warps."""
+    row = 2 * 512
+    monkeypatch.setattr(limits, "DISPATCH_PACKET_BYTES", 2 * 2 * row)
+    monkeypatch.setattr(limits, "COMBINE_PACKET_BYTES", {True: 2 * 2 * row, False: 2 * 2 * row})
+    few = FewTokens(-1, CPU_PACKET_TOKENS, CPU_PACKET_TOKENS)
+    node = Node(
+        device,
+        3,
+        few=few,
+        max_num_inp_token_per_rank=60 * 10,
+        num_experts_per_token=6,
+        use_external_inp_buf=not registered,
+    )
+    assert node.config.max_num_inp_token_per_rank == 60
+    draws = [[40, 40, 40], [2, 60, 33], [0, 40, 1]]
+    calls = [make_inputs(node, n, i) for i, n in enumerate(draws)]
+    for turn in range(len(GEOMETRIES)):
+        shift = {"dispatch": turn, "combine": 2 * turn + 1}
+        node.asked = lambda phase, rank, s=shift: GEOMETRIES[(s[phase] + rank) % len(GEOMETRIES)]
+        OnCpu.launched.clear()
+        rounds(node, calls, BF16, 512, registered=registered, weights=turn % 2 == 1)
+        for kernel, blocks, threads in OnCpu.launched:
+            assert 2 <= blocks <= CPU_BLOCKS, "no more than are resident together"
+            assert threads % 32 == 0
+            assert threads <= MOST_THREADS[kernel]
+        assert {kernel for kernel, *_ in OnCpu.launched} == set(MOST_THREADS)
+    node.asked = lambda phase, rank: GEOMETRIES[rank]
+    run_dispatches(node, calls)
+
+
+def launched_for(node: Node, tokens: int, by_phase: dict[str, Geometry]) -> dict[str, tuple[str, int, int]]:
+    """What rank 0 launches, by phase."""
+    node.asked = lambda phase, rank: by_phase[phase]
+    given = make_inputs(node, [tokens] * node.world, 1)
+    OnCpu.launched.clear()
+    rounds(node, [given], BF16, 512)
+    return {"dispatch": OnCpu.launched[0], "combine": OnCpu.launched[node.world]}
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_candidate_is_launched_as_the_tuner_counts_it(device: str) -> None:
+    """The tuner leaves out what launches the same, and saves no more warps than a kernel uses: by the numbers
+    of the launch itself. A rule of it launches what the winner launched."""
+    node = Node(device, 2, few=FewTokens(-1, 40, 40), max_num_inp_token_per_rank=40)
+    values = {"tokens": 40, "hidden": 512, "topk": 4, "scale_dim": 0, "kernel_type": "IntraNode"}
+    problem = Problem({**values, "dtype": "bf16", "combine_dtype": "bf16", "quant_type": "none"})
+    here = Device("cuda", "sm_90", "h200", CPU_BLOCKS)
+    for way in ("yes", "no"):
+        for warps in (1, 4, 12, 16):
+            chosen = {"block_num": 2, "rdma_block_num": 0, "warp_per_block": warps, "low_latency": way}
+            asked = tunable.geometry_of(chosen)
+            launched = launched_for(node, 40, dict.fromkeys(tunable.PHASES, asked))
+            counted = tunable.grids_of(problem, chosen, CPU_BLOCKS)
+            for phase, grid in zip(tunable.PHASES, counted, strict=True):
+                assert launched[phase] == (grid.kernel, grid.blocks, grid.threads), (phase, way, warps)
+                saved = TUNABLE.saved_as(problem, phase, Candidate.of(chosen), here).as_dict()
+                again = tunable.grids_of(problem, saved, CPU_BLOCKS)[tunable.PHASES.index(phase)]
+                assert again == grid
+                assert saved["warp_per_block"] <= warps

@@ -43,13 +43,13 @@ from mori_tune.rules.book import fits
 from mori_tune.rules.files import Rule
 
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from mori_ep.keys import FORMATS, query_for
 from mori_ep.plan import NOTHING_SAID, PLANNED, FewTokens, Geometry
 from mori_ep.settings import INTERNODE_LL_TOKENS
 from mori_ep.targets import Runner
 
 log = logging.getLogger("mori_ep")
 PACKAGE = "mori_ep"
-FORMATS = {"dispatch": EP_DISPATCH, "combine": EP_COMBINE}
 DTYPES = {  # as rule files name them
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -80,27 +80,6 @@ def choices_of(backend: str) -> tuple[str, ...]:
 def device_of(backend: str, index: int | None) -> Device:
     """As rule files name it."""
     return torch_device(index or 0) if backend == "cuda" else host_device()
-
-
-def query_for(
-    phase: str,
-    dtype: str,
-    *,
-    kernel_type: str,
-    num_ranks: int,
-    hidden: int,
-    topk: int,
-    tokens: int,
-    zero_copy: bool,
-    quant_type: str,
-    device: Device,
-) -> Query:
-    """The key of one phase's rule. `dtype` is that phase's own; `zero_copy`: combine reads the registered
-    buffer."""
-    key: dict[str, Any] = {"dtype": dtype, "hidden_dim": hidden, "topk": topk, "num_tokens": tokens}
-    if phase == "combine":
-        key |= {"zero_copy": zero_copy, "quant_type": quant_type}
-    return Query(FORMATS[phase], device, {"kernel_type": kernel_type, "ep_size": num_ranks}, key)
 
 
 def geometry_of(params: Mapping[str, Any], place: str) -> Geometry:

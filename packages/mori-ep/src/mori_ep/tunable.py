@@ -33,11 +33,14 @@ from mori_tune import (
     SpaceError,
     ep_space,
     hardware_of,
+    host_device,
+    torch_device,
 )
 from mori_tune.spaces.ep import INTRA_WARPS
 
 from mori_ep.config import QUANT_TYPES, EpDispatchCombineKernelType
 from mori_ep.grids import Grid, combine_grid, dispatch_grid
+from mori_ep.keys import query_for
 from mori_ep.plan import Geometry
 
 PACKAGE = "mori_ep"
@@ -158,8 +161,6 @@ class Ep:
         return [Problem(values) for values in found]
 
     def query(self, problem: Problem, phase: str, device: Device) -> Query:
-        from mori_ep.rules import query_for
-
         return query_for(
             phase,
             str(problem["dtype" if phase == "dispatch" else "combine_dtype"]),
@@ -212,16 +213,14 @@ class Ep:
     def device(self, backend: str) -> Device:
         from mori_shmem.comm import backend_of
 
-        from mori_ep.rules import device_of
-
         found = backend_of(backend)
         if found not in ("host", "cuda"):
             raise SpaceError(f"{found}: mori-ep has no such target, so nothing can be measured on it")
         if found == "host":
-            return device_of(found, None)
+            return host_device()
         from mori_ep.tuning import own_gpu
 
-        return device_of(found, own_gpu())
+        return torch_device(own_gpu())
 
     def open(self, problem: Problem, device: Device, place: Place) -> Session:
         from mori_ep.tuning import open_session
