@@ -131,25 +131,23 @@ class Session:
 
     def _turn(self, turn: int) -> Turn:
         """From the reference alone; the op has no part in it."""
-        sizes, config = self.sizes, self.config
+        sizes, config, device = self.sizes, self.config, self.comm.device
         parts = list(inputs.received_rows(sizes, config, turn))
-        rows = torch.cat([bytes_of(given.x)[tokens] for given, tokens in parts])
-        weights = torch.cat([given.weights[tokens] for given, tokens in parts])
-        ids = torch.cat([given.ids[tokens] for given, tokens in parts])
+        rows = torch.cat([bytes_of(given.x)[tokens] for given, tokens in parts]).to(device)
+        weights = torch.cat([given.weights[tokens] for given, tokens in parts]).to(device)
+        ids = torch.cat([given.ids[tokens] for given, tokens in parts]).to(device)
         scales = [bytes_of(given.scales)[tokens] for given, tokens in parts if given.scales is not None]
-        positions = torch.cat([given.rank * config.position_stride + tokens.int() for given, tokens in parts])
-        given = inputs.given_for(sizes, config.rank, config.world_size, turn)
-        typed = rows.view(sizes.dtype) if len(rows) else torch.empty(0, sizes.hidden, dtype=sizes.dtype)
-        answers = inputs.experts(typed, positions, ids, weights, config, sizes.combine_dtype)
-        found = Turn(
-            given.to(self.comm.device),
-            *(rows, torch.cat(scales) if scales else None, weights, ids, positions, answers),
-            inputs.answer(given, config, sizes.combine_dtype),
+        places = [given.rank * config.position_stride + tokens.int() for given, tokens in parts]
+        positions = torch.cat(places).to(device)
+        mine = parts[config.rank][0].to(device)
+        return Turn(
+            mine,
+            rows,
+            torch.cat(scales).to(device) if scales else None,
+            *(weights, ids, positions),
+            inputs.experts(rows.view(sizes.dtype), positions, ids, weights, config, sizes.combine_dtype),
+            inputs.answer(mine, config, sizes.combine_dtype),
         )
-        for name in ("rows", "scales", "weights", "ids", "positions", "answers", "sums"):
-            tensor = getattr(found, name)
-            setattr(found, name, None if tensor is None else tensor.to(self.comm.device))
-        return found
 
     def make(self, by_phase: Mapping[str, Candidate]) -> Trial:
         geometry = {phase: geometry_of(by_phase[phase].as_dict()) for phase in PHASES}
