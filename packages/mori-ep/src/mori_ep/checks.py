@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import mori_shmem
@@ -10,6 +11,7 @@ from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
 
 from mori_ep import formats
 from mori_ep.config import EpDispatchCombineConfig
+from mori_ep.plan import Geometry
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.targets import CombineShape, DispatchShape
 
@@ -47,9 +49,14 @@ def check_triple(
             )
 
 
-def compare_ranks(config: EpDispatchCombineConfig, comm: mori_shmem.Communicator) -> None:
+def compare_ranks(
+    config: EpDispatchCombineConfig,
+    comm: mori_shmem.Communicator,
+    geometry: Mapping[str, Geometry] | None = None,
+) -> None:
     """Collective: raise on every rank if any of them was given something else."""
-    given = comm.all_gather(config.compared())
+    by_hand = None if geometry is None else {phase: tuple(geometry[phase]) for phase in sorted(geometry)}
+    given = comm.all_gather({**config.compared(), "geometry": by_hand})
     differing = [
         f"{name} is " + ", ".join(f"{values[name]!r} on rank {rank}" for rank, values in enumerate(given))
         for name in given[0]

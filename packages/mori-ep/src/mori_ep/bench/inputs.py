@@ -91,23 +91,32 @@ def experts(
 ) -> torch.Tensor:
     """What this rank's experts make of the rows that it received."""
     here = torch.div(ids, config.num_experts_per_rank, rounding_mode="floor") == config.rank
-    return reference.rounded(values(rows, positions) * (weights * here).sum(1, keepdim=True), dtype)
+    return reference.rounded(values(rows, positions) * sum_over_slots(weights * here), dtype)
+
+
+def sum_over_slots(weights: torch.Tensor) -> torch.Tensor:
+    """[n, 1], slot by slot: the same bits on every device, whatever order its reductions have."""
+    total = weights[:, :1].clone()
+    for slot in range(1, weights.shape[1]):
+        total += weights[:, slot : slot + 1]
+    return total
 
 
 def answer(given: Given, config: EpDispatchCombineConfig, dtype: torch.dtype) -> torch.Tensor:
-    """What combine must give for this rank's tokens, with the rounding that the experts' own rows have."""
-    n = given.x.shape[0]
-    positions = torch.arange(n) + given.rank * config.position_stride
+    """What combine must give for this rank's tokens, with the rounding that the experts' own rows have; on
+    the device of `given`."""
+    n, device = given.x.shape[0], given.x.device
+    positions = torch.arange(n, device=device) + given.rank * config.position_stride
     x, per_rank = values(given.x, positions), config.num_experts_per_rank
     owner = torch.where(given.ids >= 0, given.ids, -per_rank).div(per_rank, rounding_mode="floor")
-    total = torch.zeros(n, given.x.shape[1])
-    named = torch.zeros(n, config.world_size, dtype=torch.bool)
+    total = torch.zeros(n, given.x.shape[1], device=device)
+    named = torch.zeros(n, config.world_size, dtype=torch.bool, device=device)
     for slot in range(given.ids.shape[1]):  # in the order in which combine adds
         for rank in range(config.world_size):
             first = (owner[:, slot] == rank) & ~named[:, rank]
             if not bool(first.any()):
                 continue
-            weight = (given.weights * (owner == rank)).sum(1, keepdim=True)
+            weight = sum_over_slots(given.weights * (owner == rank))
             row = reference.rounded(x * weight, dtype).float()
             total[first] += row[first]
             named[first, rank] = True
