@@ -508,3 +508,32 @@ def test_PK_2_an_engine_that_is_not_installed_names_the_extra() -> None:
             comm.alloc(256)
 
     run_ranks(calls, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
+def test_P25_combines_that_differ_are_told_to_all_ranks_of_all_nodes(nodes: int, per_node: int) -> None:
+    """Rank 1 gives no weights, or has a smaller hidden size. With three nodes the last has no rows, so that
+    nobody but the others' words can tell it."""
+    world = nodes * per_node
+
+    def rank() -> None:
+        with join("gloo", per_node, timeout_s=20) as comm:
+            me, n = comm.rank, 5
+            x = torch.zeros(n, HIDDEN).bfloat16()
+            own = torch.full((n, TOPK), EXPERTS_PER_RANK * me, dtype=torch.int32)
+            if me == 2 and nodes == 3:
+                own[:] = -1
+            y = torch.zeros(world * n, HIDDEN).bfloat16()
+            weights = torch.ones(world * n, TOPK)
+            alone = nodes == 3 and me == 2
+            for rows, brought, words in (
+                (y, None if me == 1 or alone else weights, "weights"),
+                (y[:, :16].contiguous() if me == 1 else y, None, r"\[\*, (16|128)\]|of different kinds"),
+            ):
+                with EpDispatchCombineOp(config_for(comm, Kind.InterNodeV1), comm) as op:
+                    op.dispatch(x, None, None, own)
+                    with pytest.raises(CollectiveMismatch, match=words):
+                        op.combine(rows, brought, own)
+                    comm.barrier()
+
+    run_ranks(rank, world)

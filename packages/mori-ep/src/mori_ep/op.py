@@ -32,10 +32,20 @@ import torch
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError, UnsupportedShape
 
 from mori_ep import checks, formats
+from mori_ep.arguments import check_flag, check_geometry_options, check_index, described
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import CHECK_IDS, DISABLE_VIEW_CACHE, TABLE
-from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape, Runner, target_for
+from mori_ep.targets import (
+    PLANNED,
+    CombineCall,
+    CombineShape,
+    DispatchCall,
+    DispatchShape,
+    Geometry,
+    Runner,
+    target_for,
+)
 from mori_ep.turns import CALLS, Turn
 
 if TYPE_CHECKING:
@@ -74,6 +84,7 @@ class EpDispatchCombineOp:
     def __init__(self, config: EpDispatchCombineConfig, comm: mori_shmem.Communicator | None = None) -> None:
         """Collective. Without `comm` the op makes a communicator of its own among the ranks that torchrun, or
         torch's default process group, knows, and closes it with itself."""
+        checks.check_made_of(config, comm)
         config.check()
         self.config = config
         self._number = next(_op_numbers)  # in this process, for routing handles
@@ -152,21 +163,17 @@ class EpDispatchCombineOp:
         indices  # [n, k] int32: global expert ids; -1, or any id that no rank has: the slot goes nowhere
         routing  # a handle: rows go where they went in that dispatch, which had the same n (all ranks replay)
         """
-        self._turns["dispatch"].check()
-        checks.check_handle(routing, self._number)
-        shape = self._dispatch_shape(input, weights, scales, indices)
-        call = DispatchCall(
-            input, weights, scales, indices, routing, (block_num, rdma_block_num, warp_per_block)
-        )
-        if self._checks_ids:
-            checks.check_ids(self.config, indices)
-        n: int = input.shape[0]
-        checks.check_replay(routing, n)
+        if call_local_expert_count is not False or return_routing is not False:
+            checks.check_options(
+                call_local_expert_count=call_local_expert_count, return_routing=return_routing
+            )
+        geometry = (block_num, rdma_block_num, warp_per_block)
+        shape, call = self._dispatch_call("dispatch", input, weights, scales, indices, geometry, routing)
         with self._turns["dispatch"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
             self._begin_dispatch()
             self._runner.dispatch(prepared.launch, call)
-            self._num_tokens = n
+            self._num_tokens = input.shape[0]
             if call_local_expert_count:
                 self._runner.count_experts(self.local_expert_count)
             handle = self._routing() if return_routing else routing
@@ -189,13 +196,8 @@ class EpDispatchCombineOp:
 
         Only AsyncLL has two halves; with the other kernel types this is all of it.
         """
-        self._turns["dispatch_send"].check()
-        shape = self._dispatch_shape(input, weights, scales, indices)
-        call = DispatchCall(
-            input, weights, scales, indices, None, (block_num, rdma_block_num, warp_per_block)
-        )
-        if self._checks_ids:
-            checks.check_ids(self.config, indices)
+        geometry = (block_num, rdma_block_num, warp_per_block)
+        shape, call = self._dispatch_call("dispatch_send", input, weights, scales, indices, geometry, None)
         with self._turns["dispatch_send"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
             self._begin_dispatch()
@@ -209,6 +211,7 @@ class EpDispatchCombineOp:
         self, block_num: int = -1, warp_per_block: int = -1, call_local_expert_count: bool = False
     ) -> None:
         """The half that waits. It goes by what the send was given; nothing is passed again."""
+        checks.check_options((block_num, -1, warp_per_block), call_local_expert_count=call_local_expert_count)
         with self._turns["dispatch_recv"]:
             self._half = None
             self._runner.dispatch_recv()
@@ -240,14 +243,11 @@ class EpDispatchCombineOp:
         use_external_inp_buf  # 0: `input` is the registered buffer (zero copy); -1: as configured
         routing  # the handle of the dispatch that this belongs to; without it, the last dispatch
         """
+        if call_reset is not False:
+            checks.check_options(call_reset=call_reset)
+        geometry = (block_num, rdma_block_num, warp_per_block)
         shape, call = self._combine_call(
-            "combine",
-            input,
-            weights,
-            indices,
-            (block_num, rdma_block_num, warp_per_block),
-            use_external_inp_buf,
-            routing,
+            "combine", input, weights, indices, geometry, use_external_inp_buf, routing
         )
         with self._turns["combine"]:
             prepared = self._combines.get(shape) or self._prepare_combine(shape)
@@ -266,14 +266,9 @@ class EpDispatchCombineOp:
         use_external_inp_buf: int = -1,
     ) -> Combined:
         """The half of `combine` that waits for nobody."""
+        geometry = (block_num, rdma_block_num, warp_per_block)
         shape, call = self._combine_call(
-            "combine_send",
-            input,
-            weights,
-            indices,
-            (block_num, rdma_block_num, warp_per_block),
-            use_external_inp_buf,
-            None,
+            "combine_send", input, weights, indices, geometry, use_external_inp_buf, None
         )
         with self._turns["combine_send"]:
             prepared = self._combines.get(shape) or self._prepare_combine(shape)
@@ -284,6 +279,7 @@ class EpDispatchCombineOp:
 
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         """The half that waits, with the shape of its send."""
+        checks.check_options((block_num, -1, warp_per_block))
         with self._turns["combine_recv"]:
             self._half = None
             self._runner.combine_recv()
@@ -295,7 +291,7 @@ class EpDispatchCombineOp:
         self._check_usable()
         hidden = self.config.hidden_dim if hidden_dim == -1 else hidden_dim
         checks.check_combine_dtype(self.config, self.dispatch_dtype, dtype)
-        checks.check_hidden(self.config, hidden, dtype)
+        checks.check_hidden(self.config, hidden, dtype, "the buffer")
         return self._runner.view("y", (self.config.recv_capacity, hidden), dtype)
 
     # ---- rows by expert ----
@@ -350,6 +346,7 @@ class EpDispatchCombineOp:
     ) -> Packed:
         """The rows of the last dispatch, laid out by expert: the tensors are those that it returned. With its
         scales, theirs are in `packed_recv_scales`. Between the halves of a dispatch: what will be filled."""
+        check_geometry_options(geometry)
         return self._packed(dispatch_out_x, dispatch_out_topk_idx, dispatch_out_scales)
 
     def convert_combine_input(
@@ -365,10 +362,8 @@ class EpDispatchCombineOp:
         use_external_inp_buf=0. Every expert's row is multiplied by its slot in `weights`, those that dispatch
         returned; without them rows are added as they are."""
         self._check_usable()
-        if packed_recv_x.dim() != 3:
-            raise ArgumentError(
-                f"packed_recv_x is {tuple(packed_recv_x.shape)}: [experts, rows, hidden] is needed"
-            )
+        check_geometry_options(geometry)
+        checks.check_packed(self.config, self.comm.device, packed_recv_x)
         if weights is not None:
             checks.check_factors(self.config, self.comm.device, weights, self._spread_rows)
         into = self.get_registered_combine_input_buffer(packed_recv_x.dtype, packed_recv_x.shape[2])
@@ -406,8 +401,9 @@ class EpDispatchCombineOp:
 
     def decode_send_flat_idx(self, position: int) -> tuple[int, int]:
         """(source rank, source token) of such a number."""
-        stride = self.config.position_stride
-        return int(position) // stride, int(position) % stride
+        return divmod(
+            check_index("position", position, self.config.null_position - 1), self.config.position_stride
+        )
 
     # ---- ranks that are left out ----
 
@@ -418,11 +414,10 @@ class EpDispatchCombineOp:
         self._check_elastic()
         if type(rank) is not int or not 0 <= rank < self.config.world_size or rank == self.config.rank:
             raise ArgumentError(
-                f"rank {rank!r} cannot be masked here: ranks are 0..{self.config.world_size - 1}, and this "
-                f"is "
-                f"rank {self.config.rank}"
+                f"rank={described(rank)} cannot be masked here: allowed are ranks from 0 to "
+                f"{self.config.world_size - 1}, but for this one, {self.config.rank}"
             )
-        self._runner.set_masked(rank, masked)
+        self._runner.set_masked(rank, check_flag("masked", masked))
 
     def query_mask(self) -> torch.Tensor:
         """[world_size] int32: 1 for each rank that is left out."""
@@ -440,6 +435,8 @@ class EpDispatchCombineOp:
 
     def check_due(self, what: str) -> None:
         """Raise what the call of this name would, if the op is closed or broken or another call is due."""
+        if what not in CALLS:
+            raise ArgumentError(f"{described(what)} is no call of an op: one of {', '.join(CALLS)} is needed")
         self._turns[what].check()
 
     def reset(self) -> None:
@@ -485,15 +482,22 @@ class EpDispatchCombineOp:
         input: torch.Tensor,
         weights: torch.Tensor | None,
         indices: torch.Tensor,
-        geometry: tuple[int, int, int],
+        geometry: Geometry,
         use_external_inp_buf: int,
         routing: EpDispatchRoutingHandle | None,
     ) -> tuple[CombineShape, CombineCall]:
         self._turns[what].check()
-        checks.check_handle(routing, self._number)
-        external = self.config.use_external_inp_buf if use_external_inp_buf == -1 else use_external_inp_buf
-        num_tokens = self._num_tokens if routing is None else routing.cur_rank_num_token
-        kinds = (num_tokens, external, *map(checks.kind_of, (input, weights, indices)))
+        if geometry != PLANNED:
+            checks.check_options(geometry)
+        num_tokens = self._num_tokens
+        if routing is not None:
+            checks.check_handle(routing, self._number, self.config, self.comm.device)
+            num_tokens = routing.cur_rank_num_token
+        external = self.config.use_external_inp_buf
+        if type(use_external_inp_buf) is not int or use_external_inp_buf != -1:
+            external = checks.check_external(use_external_inp_buf)
+        kind_of = checks.kind_of
+        kinds = (num_tokens, external, kind_of(input), kind_of(weights), kind_of(indices))
         shape = self._combine_kinds.get(kinds)
         if shape is None:
             shape = checks.combine_shape(
@@ -503,21 +507,32 @@ class EpDispatchCombineOp:
             _remember(self._combine_kinds, kinds, shape)
         return shape, CombineCall(input, weights if shape.weights else None, num_tokens, routing, geometry)
 
-    def _dispatch_shape(
+    def _dispatch_call(
         self,
+        what: str,
         input: torch.Tensor,
         weights: torch.Tensor | None,
         scales: torch.Tensor | None,
         indices: torch.Tensor,
-    ) -> DispatchShape:
-        """The shape of a dispatch, checked unless its like has been before."""
+        geometry: Geometry,
+        routing: EpDispatchRoutingHandle | None,
+    ) -> tuple[DispatchShape, DispatchCall]:
+        """The call, checked; its shape unless its like has been before."""
+        self._turns[what].check()
+        if geometry != PLANNED:
+            checks.check_options(geometry)
+        if routing is not None:
+            checks.check_handle(routing, self._number, self.config, self.comm.device)
         kind_of = checks.kind_of
         kinds = (kind_of(input), kind_of(weights), kind_of(scales), kind_of(indices))
         shape = self._dispatch_kinds.get(kinds)
         if shape is None:
             shape = checks.dispatch_shape(self.config, self.comm.device, input, weights, scales, indices)
             _remember(self._dispatch_kinds, kinds, shape)
-        return shape
+        if self._checks_ids:
+            checks.check_ids(self.config, indices)
+        checks.check_replay(routing, input.shape[0])
+        return shape, DispatchCall(input, weights, scales, indices, routing, geometry)
 
     def _prepare_dispatch(self, shape: DispatchShape) -> _Prepared:
         launch = self._runner.prepare_dispatch(shape)

@@ -24,6 +24,10 @@ TARGETS = {
 }
 
 
+Geometry = tuple[int, int, int]  # blocks, network blocks, warps a block, as callers may ask; -1: as planned
+PLANNED: Geometry = (-1, -1, -1)
+
+
 class DispatchShape(NamedTuple):
     """All of a dispatch that can change from call to call but for its number of tokens. The key of a
     launch."""
@@ -56,7 +60,7 @@ class DispatchCall(NamedTuple):
     scales: torch.Tensor | None  # [n, scale_dim]
     indices: torch.Tensor  # [n, k] int32
     replay: EpDispatchRoutingHandle | None = None
-    geometry: tuple[int, int, int] = (-1, -1, -1)  # blocks, network blocks, warps a block; -1: the plan's
+    geometry: Geometry = PLANNED
 
 
 class CombineCall(NamedTuple):
@@ -66,7 +70,7 @@ class CombineCall(NamedTuple):
     weights: torch.Tensor | None  # [>= rows received, k] fp32
     num_tokens: int
     routing: EpDispatchRoutingHandle | None = None  # None: the maps of the last dispatch
-    geometry: tuple[int, int, int] = (-1, -1, -1)
+    geometry: Geometry = PLANNED
 
 
 class Runner(Protocol):

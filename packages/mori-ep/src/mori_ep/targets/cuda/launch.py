@@ -15,7 +15,7 @@ import torch
 from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
 from mori_shmem.jit import driver
 
-from mori_ep.targets import CombineShape, DispatchShape
+from mori_ep.targets import PLANNED, CombineShape, DispatchShape, Geometry
 from mori_ep.targets.cuda import limits
 from mori_ep.targets.cuda.params import (
     BOTH,
@@ -38,10 +38,6 @@ from mori_ep.targets.cuda.place import Place, combine_module, dispatch_module
 _MOST_PACKET_THREADS = 640  # of a block that carries packets
 _ROW_KERNEL_THREADS = 256
 _PULL_THREADS, _PULL_THREADS_FEW = 256, 128
-
-
-Geometry = tuple[int, int, int]  # blocks, network blocks, warps a block, as callers may ask; -1: as planned
-PLANNED: Geometry = (-1, -1, -1)
 
 
 @dataclass(frozen=True)
