@@ -13,7 +13,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def made(comm: mori_shmem.Communicator, kind: str = "IntraNode", **more: Any) ->
 
 
 def op_entries(op: EpDispatchCombineOp, elastic: EpDispatchCombineOp) -> dict[str, Entry]:
-    """Of an op that has dispatched the fixture and laid it out by expert."""
+    """Of an op that dispatches the fixture and lays it out by expert."""
     given = fixture(op.config.rank, TOKENS, TOPK, EXPERTS, HIDDEN)
     rows = op.config.recv_capacity
     moved = {
@@ -182,7 +182,23 @@ def op_entries(op: EpDispatchCombineOp, elastic: EpDispatchCombineOp) -> dict[st
         "dispatch_out_topk_idx": torch.zeros(rows, TOPK, dtype=torch.int32),
         "dispatch_out_scales": torch.zeros(rows, 2),
     }
-    numbers = {"routing": Other((7, "handle", (1, 2), torch.zeros(3)))}
+    *_, handle = op.dispatch(*moved.values(), return_routing=True)
+    op.dispatch_standard_moe(*moved.values())
+    forged = [
+        *({"cur_rank_num_token": n} for n in ("8", -1, MAX_TOKENS + 1, TOKENS - 1)),
+        *(
+            {"disp_dest_tok_id_map": m}
+            for m in (None, handle.disp_dest_tok_id_map[1:], torch.zeros(TOKENS, TOPK))
+        ),
+        *({name: handle.first_rows[:1]} for name in ("recv_per_source", "sent_per_rank", "first_rows")),
+        *({"recv_count": 7}, {"disp_tok_id_to_src_tok_id": handle.first_rows}, {"op_number": 0}),
+    ]
+    too_many = {
+        "cur_rank_num_token": MAX_TOKENS + 1,
+        "disp_dest_tok_id_map": torch.zeros(MAX_TOKENS + 1, TOPK, dtype=torch.int32),
+    }
+    handles = [replace(handle, **changes) for changes in forged]
+    numbers = {"routing": Other((7, "handle", (1, 2), torch.zeros(3), *handles))}
     count = {"call_local_expert_count": Flag()}
     taken = tensors(*moved.values())
     sent = {k: v for k, v in come_back.items() if k != "routing"}
@@ -191,11 +207,22 @@ def op_entries(op: EpDispatchCombineOp, elastic: EpDispatchCombineOp) -> dict[st
             op.dispatch,
             moved,
             {**taken, **GEOMETRY, **count, **numbers, "return_routing": Flag()},
-            called=ROWS,
+            called={**ROWS, "routing": "routing|cur_rank_num_token"},
         ),
         "dispatch_send": Entry(op.dispatch_send, moved, {**taken, **GEOMETRY}, called=ROWS),
         "dispatch_recv": Entry(op.dispatch_recv, {}, {**two, **count}),
-        "combine": Entry(op.combine, back, {**come_back, **GEOMETRY, **numbers, "call_reset": Flag()}),
+        "combine": Entry(
+            op.combine,
+            back,
+            {**come_back, **GEOMETRY, **numbers, "call_reset": Flag()},
+            called={"routing": "routing|cur_rank_num_token|indices"},
+        ),
+        "combine with more tokens than there is room for": Entry(
+            op.combine,
+            {**back, "weights": None, "indices": torch.zeros(MAX_TOKENS + 1, TOPK, dtype=torch.int32)},
+            {"routing": Other((replace(handle, **too_many),))},
+            called={"routing": "cur_rank_num_token"},
+        ),
         "combine_send": Entry(op.combine_send, back, {**sent, **GEOMETRY}),
         "combine_recv": Entry(op.combine_recv, {}, two),
         "get_registered_combine_input_buffer": Entry(
@@ -501,8 +528,6 @@ def in_order(op: EpDispatchCombineOp) -> None:
 def test_every_argument_of_an_op_and_of_its_operators() -> None:
     def rank() -> list[str]:
         with mori_shmem.init(timeout_s=20) as comm, made(comm) as op, made(comm, elastic=True) as elastic:
-            given = fixture(comm.rank, TOKENS, TOPK, EXPERTS, HIDDEN)
-            op.dispatch_standard_moe(given.x, given.weights, None, given.ids)
             entries = op_entries(op, elastic)
             faults = unnamed(EpDispatchCombineOp, entries, {"close", "__init__", "reset", "clean_mask"})
             faults += unnamed(nn, nn_entries(op), {*_imported(nn)})
@@ -579,8 +604,6 @@ def test_a_closed_op_says_so_in_every_call() -> None:
     def rank() -> list[str]:
         with mori_shmem.init() as comm:
             op, elastic = made(comm), made(comm, elastic=True)
-            given = fixture(0, TOKENS, TOPK, EXPERTS, HIDDEN)
-            op.dispatch_standard_moe(given.x, given.weights, None, given.ids)
             entries = op_entries(op, elastic)
             operators = nn_entries(op)
             op.close()

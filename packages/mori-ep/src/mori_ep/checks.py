@@ -24,8 +24,6 @@ from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.targets import PLANNED, CombineShape, DispatchShape, Geometry
 
-Kind = tuple[torch.Size, torch.dtype, int, bool, bool] | type
-
 # ---- when an op is made ----
 
 
@@ -94,17 +92,43 @@ def compare_ranks(config: EpDispatchCombineConfig, comm: mori_shmem.Communicator
 
 
 # ---- calls that have passed before ----
+# All that the checks below look at in tensors. What has passed them once need not be looked at again, which
+# takes half of the host's time in a call of a few tokens. None: something is no tensor, or has no strides,
+# and will not pass. Written out, since a function for each tensor costs a third more.
 
 
-def kind_of(x: torch.Tensor | None) -> Kind | None:
-    """All that the checks below look at in a tensor. What has passed them once need not be looked at again,
-    which takes half of the host's time in a call of a few tokens."""
-    if x is None:
-        return None
+def dispatch_kinds(
+    x: torch.Tensor, weights: torch.Tensor | None, scales: torch.Tensor | None, ids: torch.Tensor
+) -> tuple[object, ...] | None:
+    """Of a dispatch."""
     try:
-        return x.shape, x.dtype, x.get_device(), x.is_meta, x.is_contiguous()
-    except (AttributeError, RuntimeError):  # no tensor, or none with strides: it will pass no check
-        return type(x)
+        return (
+            (x.shape, x.dtype, x.device, x.is_contiguous()),
+            (ids.shape, ids.dtype, ids.device, ids.is_contiguous()),
+            None
+            if weights is None
+            else (weights.shape, weights.dtype, weights.device, weights.is_contiguous()),
+            None if scales is None else (scales.shape, scales.dtype, scales.device, scales.is_contiguous()),
+        )
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def combine_kinds(
+    num_tokens: int, external: bool, y: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor
+) -> tuple[object, ...] | None:
+    """Of a combine."""
+    try:
+        return (
+            (num_tokens, external),
+            (y.shape, y.dtype, y.device, y.is_contiguous()),
+            (ids.shape, ids.dtype, ids.device, ids.is_contiguous()),
+            None
+            if weights is None
+            else (weights.shape, weights.dtype, weights.device, weights.is_contiguous()),
+        )
+    except (AttributeError, RuntimeError):
+        return None
 
 
 # ---- what all calls have ----
@@ -199,9 +223,9 @@ def check_handle(
         check_shaped(f"routing.{name}", getattr(routing, name), torch.int32, shape, device)
 
 
-def check_replay(routing: EpDispatchRoutingHandle | None, n: int) -> None:
+def check_replay(routing: EpDispatchRoutingHandle, n: int) -> None:
     """A replay has the rows of the dispatch that it repeats."""
-    if routing is not None and routing.cur_rank_num_token != n:
+    if routing.cur_rank_num_token != n:
         raise ArgumentError(
             f"this routing handle is of a dispatch with {routing.cur_rank_num_token} tokens on this rank, "
             f"input has {n}: a replay needs the same number"

@@ -246,14 +246,7 @@ class EpDispatchCombineOp:
         if call_reset is not False:
             checks.check_options(call_reset=call_reset)
         geometry = (block_num, rdma_block_num, warp_per_block)
-        shape, call = self._combine_call(
-            "combine", input, weights, indices, geometry, use_external_inp_buf, routing
-        )
-        with self._turns["combine"]:
-            prepared = self._combines.get(shape) or self._prepare_combine(shape)
-            self._runner.combine(prepared.launch, call)
-        results: Combined = prepared.results or self._combine_views(shape)
-        return results
+        return self._combine("combine", input, weights, indices, geometry, use_external_inp_buf, routing)
 
     def combine_send(
         self,
@@ -267,15 +260,7 @@ class EpDispatchCombineOp:
     ) -> Combined:
         """The half of `combine` that waits for nobody."""
         geometry = (block_num, rdma_block_num, warp_per_block)
-        shape, call = self._combine_call(
-            "combine_send", input, weights, indices, geometry, use_external_inp_buf, None
-        )
-        with self._turns["combine_send"]:
-            prepared = self._combines.get(shape) or self._prepare_combine(shape)
-            self._runner.combine_send(prepared.launch, call)
-            self._half = "combine_recv"
-        results: Combined = prepared.results or self._combine_views(shape)
-        return results
+        return self._combine("combine_send", input, weights, indices, geometry, use_external_inp_buf, None)
 
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         """The half that waits, with the shape of its send."""
@@ -476,7 +461,7 @@ class EpDispatchCombineOp:
         handle.op_number = self._number
         return handle
 
-    def _combine_call(
+    def _combine(
         self,
         what: str,
         input: torch.Tensor,
@@ -485,8 +470,10 @@ class EpDispatchCombineOp:
         geometry: Geometry,
         use_external_inp_buf: int,
         routing: EpDispatchRoutingHandle | None,
-    ) -> tuple[CombineShape, CombineCall]:
-        self._turns[what].check()
+    ) -> Combined:
+        """A whole combine, or its first half."""
+        turn = self._turns[what]
+        turn.check()
         if geometry != PLANNED:
             checks.check_options(geometry)
         num_tokens = self._num_tokens
@@ -496,8 +483,7 @@ class EpDispatchCombineOp:
         external = self.config.use_external_inp_buf
         if type(use_external_inp_buf) is not int or use_external_inp_buf != -1:
             external = checks.check_external(use_external_inp_buf)
-        kind_of = checks.kind_of
-        kinds = (num_tokens, external, kind_of(input), kind_of(weights), kind_of(indices))
+        kinds = checks.combine_kinds(num_tokens, external, input, weights, indices)
         shape = self._combine_kinds.get(kinds)
         if shape is None:
             shape = checks.combine_shape(
@@ -505,7 +491,16 @@ class EpDispatchCombineOp:
             )
             checks.check_combine_dtype(self.config, self.dispatch_dtype, shape.dtype)
             _remember(self._combine_kinds, kinds, shape)
-        return shape, CombineCall(input, weights if shape.weights else None, num_tokens, routing, geometry)
+        call = CombineCall(input, weights if shape.weights else None, num_tokens, routing, geometry)
+        with turn:
+            prepared = self._combines.get(shape) or self._prepare_combine(shape)
+            if what == "combine":
+                self._runner.combine(prepared.launch, call)
+            else:
+                self._runner.combine_send(prepared.launch, call)
+                self._half = "combine_recv"
+        results: Combined = prepared.results or self._combine_views(shape)
+        return results
 
     def _dispatch_call(
         self,
@@ -523,15 +518,15 @@ class EpDispatchCombineOp:
             checks.check_options(geometry)
         if routing is not None:
             checks.check_handle(routing, self._number, self.config, self.comm.device)
-        kind_of = checks.kind_of
-        kinds = (kind_of(input), kind_of(weights), kind_of(scales), kind_of(indices))
+        kinds = checks.dispatch_kinds(input, weights, scales, indices)
         shape = self._dispatch_kinds.get(kinds)
         if shape is None:
             shape = checks.dispatch_shape(self.config, self.comm.device, input, weights, scales, indices)
             _remember(self._dispatch_kinds, kinds, shape)
         if self._checks_ids:
             checks.check_ids(self.config, indices)
-        checks.check_replay(routing, input.shape[0])
+        if routing is not None:
+            checks.check_replay(routing, input.shape[0])
         return shape, DispatchCall(input, weights, scales, indices, routing, geometry)
 
     def _prepare_dispatch(self, shape: DispatchShape) -> _Prepared:

@@ -156,7 +156,7 @@ def _result(found: Found, case: str) -> mori_bench.Result:
         packages=("mori-ep", "mori-shmem", "torch"),
         extra={
             "device_us": round(timing.max_rank_time_us, 3) if found.backend != "host" else None,
-            "bandwidth": {name: round(value, 3) for name, value in bandwidths(found, case).items()},
+            "bandwidth": {name: float(f"{value:.4g}") for name, value in bandwidths(found, case).items()},
             "recv_rows": [t.recv_rows for t in found.traffic],
             "remote_rows": [t.remote_rows for t in found.traffic],
             "window_bytes": found.window_bytes,

@@ -61,7 +61,6 @@ class Combiner:
         self._config, self._plan, self._flags, self._marks = config, plan, flags, marks
         self._scale_dim = values[FP8_COMBINE_SCALE_DIM]
         self._me, self._bases = comm.rank, window.addresses
-        self._peers = [p for p in range(comm.world_size) if p != comm.rank]
         self._weight_bytes = config.num_experts_per_token * WEIGHT_BYTES
         self._weight_code = RowCode("fp32", config.num_experts_per_token)
         self._due: tuple[CombineLaunch, CombineCall, Routes] | None = None
@@ -105,8 +104,7 @@ class Combiner:
         if self._due is None:
             return
         (launch, call, routes), self._due = self._due, None
-        queued = self._plan.combine is Way.QUEUES
-        if queued:
+        if self._plan.combine is Way.QUEUES:
             self._flags.wait("returned", self.calls, "combine")
         self._flags.wait("staged", self.calls, "combine")
         self._marks.add("wait for rows")
@@ -114,10 +112,7 @@ class Combiner:
         self._add_up(launch, call, routes)
         self._flags.set("finished", self.calls)
         self._marks.add("add up")
-        for peer in self._peers if queued else ():
-            for index in range(self._plan.num_queues):
-                self._comm.queue(peer, index).quiet()  # y may be filled again
-        if not queued and launch.shape.registered and len(self.open):
+        if launch.shape.registered and len(self.open):  # y may be filled again, with no dispatch in between
             self._flags.wait("finished", self.calls, "combine")
 
     # ---- first half ----
