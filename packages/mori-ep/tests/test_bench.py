@@ -65,7 +65,16 @@ def test_BE_1_a_broken_result_is_not_validated(fault: str, capfd: pytest.Capture
         ["--dtype", "fp4", "--kernel-type", "IntraNodeLL", "--routing", "one-expert"],
         ["--dtype", "fp16", "--tokens", "0"],
         ["--kernel-type", "InterNodeV1", "--nodes", "2", "--engine", "gloo", "--world-size", "4"],
-        ["--kernel-type", "InterNodeV1LL", "--engine", "gloo", "--zero-copy", "0", "--topk", "3"],
+        [
+            "--kernel-type",
+            "InterNodeV1LL",
+            "--engine",
+            "gloo",
+            "--quant-type",
+            "fp8_blockwise",
+            "--topk",
+            "3",
+        ],
     ],
     ids=lambda options: options[1],
 )
@@ -110,7 +119,7 @@ def test_the_trial_checks_odd_shapes_halves_and_replays(kind: str, capfd: pytest
         (["--hidden", "0"], "0 is below 1"),
         (["--json", "/nowhere/x"], "no folder /nowhere"),
         (["--dtype", "fp16", "--quant-type", "fp8_blockwise"], "fp8_blockwise is a transport for bfloat16"),
-        (["--kernel-type", "InterNode", "--quant-type", "fp8_blockwise"], "combined as they are"),
+        (["--kernel-type", "InterNode", "--quant-type", "fp4_blockwise"], "goes with IntraNode and"),
     ],
 )
 def test_PK_2_what_cannot_be_done_is_said_before_any_rank_starts(

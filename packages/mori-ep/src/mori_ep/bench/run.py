@@ -144,7 +144,7 @@ def check_round(
     op = round_.op
     wrong = check.mismatched(op, sizes, round_.dispatch(turn), turn)
     out = round_.combine(round_.answers(turn), turn)
-    return check.gathered(comm, wrong, check.loss(op, sizes, given, out), op.config.quant_type)
+    return check.gathered(comm, wrong, check.loss(op, sizes, given, out), op.config)
 
 
 def run(comm: mori_shmem.Communicator, sizes: Sizes, choice: Choice) -> Found:
@@ -167,7 +167,7 @@ def run(comm: mori_shmem.Communicator, sizes: Sizes, choice: Choice) -> Found:
         timings = mori_bench.measure(
             cases, reps=choice.reps, warmup=choice.warmup, gather=comm.all_gather, before=comm.barrier
         )
-        again = check.gathered(comm, 0, check.loss(op, sizes, inputs[0], round_.out), op.config.quant_type)
+        again = check.gathered(comm, 0, check.loss(op, sizes, inputs[0], round_.out), op.config)
         trace = _traced(comm, round_)
         traffic = comm.all_gather(_traffic(round_, sizes, choice, here[0]))
         device = mori_bench.cpu_name()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple
 
+import torch
 from mori_shmem.deadline import Deadline
-from mori_shmem.device.rows import RowCode, SlotMap, copy_ranges, sum_rows
+from mori_shmem.device.rows import RowCode, SlotMap, copy_ranges, quantize_rows, sum_rows
 from mori_shmem.errors import ArgumentError, CollectiveMismatch
 
 from mori_ep.config import EpDispatchCombineConfig
@@ -25,7 +26,7 @@ from mori_ep.targets.host.combine import (
     said_of_weights,
     sign_of,
 )
-from mori_ep.targets.host.limits import KINDS
+from mori_ep.targets.host.limits import KINDS, wire_for
 from mori_ep.targets.host.marks import Marks
 
 _LOW_HALF = (1 << CALL_SHIFT) - 1
@@ -35,8 +36,9 @@ class CombineLaunch(NamedTuple):
     """What a combine of one shape needs."""
 
     shape: CombineShape
-    kind: str
-    code: RowCode
+    kind: str  # of the result
+    code: RowCode  # of rows and of nodes' sums as they travel
+    quantised: bool
     sign: int
 
 
@@ -52,7 +54,9 @@ class InterCombiner:
         flags: NodeFlags,
         waits: Waits,
         marks: Marks,
+        scale_dim: int,
     ) -> None:
+        self._scale_dim = scale_dim
         self._comm, self._engine, self._layout, self._config = comm, window.engine, layout, config
         self._flags, self._waits, self._marks, self._window = flags, waits, marks, window.here
         self._bases: tuple[int, ...] = window.here.addresses  # of the ranks of this node
@@ -60,13 +64,16 @@ class InterCombiner:
         self._others = [node for node in range(comm.num_nodes) if node != comm.node_number]
         self._weight_bytes = config.num_experts_per_token * WEIGHT_BYTES
         self._weight_code = RowCode("fp32", config.num_experts_per_token)
+        tokens = config.max_num_inp_token_per_rank if config.quant_type != "none" else 0
+        self._sums = torch.empty(tokens * config.row_bytes, dtype=torch.uint8)  # before they are quantised
         self._due: tuple[CombineLaunch, CombineCall, InterRoutes] | None = None
         self.calls = 0
         self.open: weakref.WeakSet[InterNodeRoutingHandle] = weakref.WeakSet()  # not combined yet
 
     def prepare(self, shape: CombineShape) -> CombineLaunch:
-        kind = KINDS[shape.dtype]
-        return CombineLaunch(shape, kind, RowCode(kind, shape.hidden), sign_of(shape))
+        code = wire_for(self._config, shape.hidden, shape.dtype, self._scale_dim)
+        quantised = self._config.quant_type != "none"
+        return CombineLaunch(shape, KINDS[shape.dtype], code, quantised, sign_of(shape))
 
     # ---- first half ----
 
@@ -79,7 +86,9 @@ class InterCombiner:
         self._flags.wait("finished", self.calls - 1, "combine")
         here, rows = self._layout.here, routes.num_received
         y, source = self._base + here.y.offset_bytes, call.rows.data_ptr()
-        if source != y:
+        if launch.quantised:
+            quantize_rows(y, source, rows, launch.code)
+        elif source != y:
             copy_ranges([(y, source, rows * launch.code.nbytes)])
         if call.weights is not None:
             to = self._base + here.y_weights.offset_bytes
@@ -160,6 +169,24 @@ class InterCombiner:
         rows = [base + here.y.offset_bytes for base in self._bases]
         return rows, [base + here.y_weights.offset_bytes for base in self._bases]
 
+    def _sum_in_node(
+        self,
+        launch: CombineLaunch,
+        slots: SlotMap,
+        tables: list[int],
+        out: int,
+        weights: list[int],
+        out_weights: int,
+    ) -> None:
+        """What this node has made of a map's tokens, as it travels; and its weights unless out_weights is
+        0."""
+        if launch.quantised:
+            sums = self._sums.data_ptr()
+            self._sum(launch, slots, tables, sums, weights, out_weights)
+            quantize_rows(out, sums, slots.rows, launch.code)
+        else:
+            self._sum(launch, slots, tables, out, weights, out_weights)
+
     def _sum(
         self,
         launch: CombineLaunch,
@@ -183,7 +210,7 @@ class InterCombiner:
         out = self._base + at
         tables, weight_tables = self._tables(launch)
         slots = routes.forward_map(self._config, other, chunk)
-        self._sum(launch, slots, tables, out, weight_tables, out + nbytes if weights else 0)
+        self._sum_in_node(launch, slots, tables, out, weight_tables, out + nbytes if weights else 0)
         mine = self._as_seen_from(node)
         to, word = (
             layout.chunk("partials_from", mine, chunk, self.calls),
@@ -199,7 +226,9 @@ class InterCombiner:
         out, out_weights = (self._base + extra[name].offset_bytes for name in ("own_partial", "own_weights"))
         tables, weight_tables = self._tables(launch)
         slots = routes.here_map(self._config)
-        self._sum(launch, slots, tables, out, weight_tables, out_weights if call.weights is not None else 0)
+        self._sum_in_node(
+            launch, slots, tables, out, weight_tables, out_weights if call.weights is not None else 0
+        )
 
     def _receive_partials(self, sign: int, routes: InterRoutes) -> None:
         """`sign`: of this node. Counterparts speak for theirs, and all are known before any is compared."""
@@ -227,7 +256,8 @@ class InterCombiner:
 
     def _add_up(self, launch: CombineLaunch, call: CombineCall, routes: InterRoutes) -> None:
         """The nodes' partial sums, in the order of the first slots that name the nodes; chunk by chunk."""
-        here, pitch = self._layout.here, launch.code.nbytes
+        here, shape = self._layout.here, launch.shape
+        pitch = shape.hidden * shape.dtype.itemsize
         for chunk in range(num_chunks(routes.num_tokens)):
             slots, token = routes.nodes_map(self._config, chunk), chunk * CHUNK_TOKENS
             tables, weight_tables = self._partial_tables(launch, routes, chunk)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mori_shmem
 from mori_shmem.device.rows import RowCode, copy_ranges, quantize_rows, sum_rows
-from mori_shmem.errors import ArgumentError, CollectiveMismatch, LayoutError
+from mori_shmem.errors import ArgumentError, CollectiveMismatch
 from mori_shmem.settings import Snapshot
 
 from mori_ep import formats
@@ -20,7 +20,7 @@ from mori_ep.settings import FP8_COMBINE_SCALE_DIM
 from mori_ep.targets import CombineCall, CombineShape
 from mori_ep.targets.host.dispatch import NOT_HERE
 from mori_ep.targets.host.flags import Flags
-from mori_ep.targets.host.limits import KINDS, wire_code
+from mori_ep.targets.host.limits import KINDS, wire_for
 from mori_ep.targets.host.marks import Marks
 from mori_ep.targets.host.routes import Routes
 
@@ -71,14 +71,9 @@ class Combiner:
         return self._bases[self._me] + offset_bytes
 
     def prepare(self, shape: CombineShape) -> CombineLaunch:
-        quant = self._config.quant_type
-        wire = wire_code(shape.hidden, shape.dtype, quant, self._scale_dim)
-        if wire.nbytes > self._config.row_bytes:
-            raise LayoutError(
-                f"{quant} makes rows of {wire.nbytes} bytes of hidden size {shape.hidden}, there is room for "
-                f"{self._config.row_bytes}: MORI_FP8_COMBINE_SCALE_DIM={self._scale_dim} is too large"
-            )
-        return CombineLaunch(shape, wire, wire.nbytes, KINDS[shape.dtype], quant != "none", sign_of(shape))
+        wire = wire_for(self._config, shape.hidden, shape.dtype, self._scale_dim)
+        quantised = self._config.quant_type != "none"
+        return CombineLaunch(shape, wire, wire.nbytes, KINDS[shape.dtype], quantised, sign_of(shape))
 
     def send(self, launch: CombineLaunch, call: CombineCall, routes: Routes) -> None:
         """Stage this rank's rows; by QUEUES put them on their way."""
