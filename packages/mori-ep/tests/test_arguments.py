@@ -217,6 +217,7 @@ def op_entries(op: EpDispatchCombineOp, elastic: EpDispatchCombineOp) -> dict[st
             {**come_back, **GEOMETRY, **numbers, "call_reset": Flag()},
             called={"routing": "routing|cur_rank_num_token|indices"},
         ),
+        "dispatch of an elastic op": Entry(elastic.dispatch, moved, {"return_routing": Other((True, 1))}),
         "combine with more tokens than there is room for": Entry(
             op.combine,
             {**back, "weights": None, "indices": torch.zeros(MAX_TOKENS + 1, TOPK, dtype=torch.int32)},

@@ -223,6 +223,15 @@ def check_handle(
         check_shaped(f"routing.{name}", getattr(routing, name), torch.int32, shape, device)
 
 
+def check_keeps_routing(config: EpDispatchCombineConfig, return_routing: bool) -> None:
+    """Handles are for ops whose rows come from the same ranks in every call."""
+    if return_routing and config.elastic:
+        raise UnsupportedShape(
+            "return_routing=True: an elastic op keeps no routing, since which rows arrive may differ from "
+            "call to call; only ops made with elastic=False do"
+        )
+
+
 def check_replay(routing: EpDispatchRoutingHandle, n: int) -> None:
     """A replay has the rows of the dispatch that it repeats."""
     if routing.cur_rank_num_token != n:

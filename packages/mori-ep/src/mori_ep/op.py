@@ -167,6 +167,7 @@ class EpDispatchCombineOp:
             checks.check_options(
                 call_local_expert_count=call_local_expert_count, return_routing=return_routing
             )
+            checks.check_keeps_routing(self.config, bool(return_routing))
         geometry = (block_num, rdma_block_num, warp_per_block)
         shape, call = self._dispatch_call("dispatch", input, weights, scales, indices, geometry, routing)
         with self._turns["dispatch"]:
