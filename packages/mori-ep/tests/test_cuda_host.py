@@ -38,16 +38,18 @@ def test_a_second_pair_is_two_launches_and_makes_no_tensor(library: ctypes.CDLL)
     with host_cost.made(library) as op:
         pair = host_cost.Pair(op)
         first = (*pair.dispatch(), *pair.combine())
-        launched = library.num_launches()
+        last = host_cost.Last.in_dll(library, "last")
+        launched = last.count
         with Operators() as operators:
             second = (*pair.dispatch(), *pair.combine())
-        assert library.num_launches() == launched + 2
+        assert last.count == launched + 2
         assert operators.seen == 0
         assert all(a is b for a, b in zip(first, second, strict=True))
 
 
 def test_every_launch_has_the_arguments_of_its_call(library: ctypes.CDLL) -> None:
     """Other tensors, other numbers of tokens, with and without weights and scales: nothing is left over."""
+    last = host_cost.Last.in_dll(library, "last")
     with host_cost.made(library, kernel_type=Kind.AsyncLL) as op:
         for n, weighted in ((8, True), (3, True), (8, False), (0, True), (8, True)):
             x = torch.zeros(n, 7168, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -57,6 +59,9 @@ def test_every_launch_has_the_arguments_of_its_call(library: ctypes.CDLL) -> Non
             op.dispatch_send(x, weights, scales, ids)
             launch = op._runner._last  # type: ignore[attr-defined]
             p = launch.params
+            assert (last.stream, last.function, last.extra) == (7, 1, None)
+            assert last.params == ctypes.addressof(p)
+            assert (last.grid, last.block % 32) == (132, 0)
             assert p.c.tokens == n
             assert p.c.phases == SEND
             assert (p.input.payload or 0, p.input.ids or 0) == (x.data_ptr(), ids.data_ptr())

@@ -30,15 +30,28 @@ from mori_ep.targets.cuda import runner
 from mori_shmem.jit import driver
 
 C_DRIVER = """
-static long launches;
-long num_launches(void) { return launches; }
-int cuLaunchKernelEx(void *config, void *function, void *arguments, void *extra) { launches++; return 0; }
+struct config { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned num_attributes; };
+struct { long count, grid, block; void *stream, *function, *params, *extra; } last;
+int cuLaunchKernelEx(struct config *config, void *function, void **arguments, void **extra) {
+  last.count++, last.grid = config->grid[0], last.block = config->block[0], last.stream = config->stream;
+  last.function = function, last.params = arguments[0], last.extra = extra;
+  return 0;
+}
 int cuMemsetD32Async(unsigned long at, unsigned value, unsigned long count, void *stream) { return 0; }
 """
 
 
+class Last(ctypes.Structure):
+    """What the driver was told last, and how often."""
+
+    _fields_ = [
+        *[(name, ctypes.c_long) for name in ("count", "grid", "block")],
+        *[(name, ctypes.c_void_p) for name in ("stream", "function", "params", "extra")],
+    ]
+
+
 def build() -> ctypes.CDLL:
-    """The driver that does nothing but count launches. Needs a C compiler."""
+    """The driver that does nothing but note launches. Needs a C compiler."""
     folder = Path(tempfile.mkdtemp(prefix="mori-ep-host-cost-"))
     (folder / "driver.c").write_text(C_DRIVER)
     command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(folder / "driver.so"), str(folder / "driver.c")]
@@ -46,7 +59,6 @@ def build() -> ctypes.CDLL:
     library = ctypes.CDLL(str(folder / "driver.so"))
     for name in ("cuLaunchKernelEx", "cuMemsetD32Async"):
         getattr(library, name).argtypes = driver._SIGNATURES[name]
-    library.num_launches.restype = ctypes.c_long
     return library
 
 
