@@ -25,6 +25,7 @@ from mori_ep import EpDispatchCombineKernelType as Kind
 from mori_ep.adapters import engines
 from mori_ep.adapters.deepep import Buffer, Config
 from mori_ep.bench.__main__ import main as bench_main
+from mori_ep.plan import PLANNED
 from mori_ep.testing import apply_experts, expected, fixture, wrong_rows
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError
 
@@ -275,6 +276,22 @@ def op_entries(op: EpDispatchCombineOp, elastic: EpDispatchCombineOp) -> dict[st
             elastic.update_mask,
             {"rank": 0, "masked": True},
             {"rank": Other(("0", 0.0, None, -1, 2, elastic.config.rank)), "masked": Flag()},
+        ),
+        "launch_with": Entry(
+            op.launch_with,
+            {"geometry": {}},
+            {"geometry": Other((7, "fast", [PLANNED], {"both": PLANNED}, {"dispatch": (1, 2, 3)}))},
+        ),
+        "rule": Entry(
+            op.rule,
+            {"phase": "dispatch", "dtype": torch.bfloat16, "tokens": 8},
+            {
+                "phase": Other((None, 7, "both")),
+                "dtype": Other(("bfloat16", None, 7)),
+                "tokens": Whole(0),
+                "hidden": Other(("8", 2.5, 0)),
+                "zero_copy": Other((7, "yes", 0.5)),
+            },
         ),
         "check_due": Entry(op.check_due, {}, {"what": Other(("nothing", None, 7))}, called={"what": "call"}),
     }
@@ -609,7 +626,7 @@ def test_a_closed_op_says_so_in_every_call() -> None:
             operators = nn_entries(op)
             op.close()
             elastic.close()
-            still = ("decode_send_flat_idx", "check_due", "handle_of")
+            still = ("decode_send_flat_idx", "check_due", "handle_of", "rule")
             both = [*entries.items(), *operators.items()]
             calls = [(title, e.function, e.right()) for title, e in both if title not in still]
             calls += [
@@ -685,7 +702,11 @@ def test_what_ops_are_made_of_and_what_comes_before_them() -> None:
         "op": Entry(
             make,
             {"config": config, "comm": None},
-            {"config": Other((None, 7, {}, "config")), "comm": Other((7, "comm", object()))},
+            {
+                "config": Other((None, 7, {}, "config")),
+                "comm": Other((7, "comm", object())),
+                "geometry": Other((7, "fast", {"both": PLANNED}, {"dispatch": 3})),
+            },
         ),
         "engine": Entry(engines.ops.EpDispatchCombineOp, {}, {"config": Other((None, 7, {}))}),
         "init": Entry(

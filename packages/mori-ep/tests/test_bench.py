@@ -9,8 +9,10 @@ import pytest
 import torch
 from mori_bench.faults import FAULTS
 from mori_bench.result import results_in
+from mori_ep.bench import __main__ as bench
 from mori_ep.bench.__main__ import main
 from mori_ep.bench.routes import ids_for
+from mori_tune.settings import Settings
 
 SMALL = [
     "--world-size",
@@ -47,6 +49,26 @@ def test_BE_2_a_run_prints_a_table_and_a_line_for_every_case(capfd: pytest.Captu
     assert bandwidth["remote_GBps"] < bandwidth["xgmi_GBps"] < bandwidth["ll_GBps"]  # type: ignore[index]
     assert "GB/s are means over ranks" in out
     assert "memoised views" in out
+
+
+def test_T8_rounds_are_those_of_the_tuner_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MORI_EP_ROUNDS, 10 without it; one round alone is refused by the name of the variable."""
+
+    def rounds(*more: str) -> int:
+        args = bench.parser().parse_args([*SMALL, *more])
+        ((_, choice),) = bench.configurations_from(args, 2)
+        return choice.rounds
+
+    def under(value: str | None) -> None:
+        fresh = Settings({} if value is None else {"MORI_EP_ROUNDS": value})
+        monkeypatch.setattr(bench, "settings", lambda: fresh)
+
+    under(None)
+    assert (rounds(), rounds("--rounds", "3")) == (10, 3)
+    under("25")
+    assert rounds() == 25
+    with pytest.raises(ValueError, match="MORI_EP_ROUNDS='1'"):
+        under("1")
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS))

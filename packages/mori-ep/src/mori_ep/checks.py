@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import mori_shmem
@@ -21,8 +22,11 @@ from mori_ep.arguments import (
     described,
 )
 from mori_ep.config import EpDispatchCombineConfig
+from mori_ep.plan import Geometry
 from mori_ep.routing import EpDispatchRoutingHandle
-from mori_ep.targets import PLANNED, CombineShape, DispatchShape, Geometry
+from mori_ep.targets import CombineShape, DispatchShape
+
+PHASES = ("dispatch", "combine")
 
 # ---- when an op is made ----
 
@@ -36,6 +40,19 @@ def check_made_of(config: object, comm: object) -> None:
         )
     if comm is not None:
         check_comm(comm)
+
+
+def check_by_hand(geometry: object) -> None:
+    """Launch geometry by phase, or None."""
+    if geometry is None:
+        return
+    if not isinstance(geometry, Mapping) or not all(
+        phase in PHASES and isinstance(given, Geometry) for phase, given in geometry.items()
+    ):
+        raise ArgumentError(
+            f"geometry is {described(geometry)}: a mapping from {' or '.join(PHASES)} to "
+            "mori_ep.plan.Geometry is needed"
+        )
 
 
 def check_comm(comm: object) -> None:
@@ -76,9 +93,14 @@ def check_triple(
             )
 
 
-def compare_ranks(config: EpDispatchCombineConfig, comm: mori_shmem.Communicator) -> None:
+def compare_ranks(
+    config: EpDispatchCombineConfig,
+    comm: mori_shmem.Communicator,
+    geometry: Mapping[str, Geometry] | None = None,
+) -> None:
     """Collective: raise on every rank if any of them was given something else."""
-    given = comm.all_gather(config.compared())
+    by_hand = None if geometry is None else {phase: tuple(geometry[phase]) for phase in sorted(geometry)}
+    given = comm.all_gather({**config.compared(), "geometry": by_hand})
     differing = [
         f"{name} is " + ", ".join(f"{values[name]!r} on rank {rank}" for rank, values in enumerate(given))
         for name in given[0]
@@ -134,9 +156,9 @@ def combine_kinds(
 # ---- what all calls have ----
 
 
-def check_options(geometry: Geometry = PLANNED, **flags: object) -> None:
-    """Launch geometry, and flags that are True or False."""
-    check_geometry(*geometry)
+def check_options(asked: tuple[int, int, int] = (-1, -1, -1), **flags: object) -> None:
+    """Blocks, network blocks and warps that a caller asks for, and flags that are True or False."""
+    check_geometry(*asked)
     check_flags(**flags)
 
 

@@ -14,16 +14,18 @@ What is promised:
   * combine adds in fp32, a token's ranks in the order of the first slots that name them, and rounds once.
   * Ranks may bring different numbers of tokens, also none; they must make the same calls in the same order.
 
-When it is made, all ranks compare the configuration, allocate the window, and meet once more before anybody
-may write into another's memory. A call checks its arguments before it waits for anyone. A call that fails
-while ranks are under way leaves the op unusable, unless it is `elastic`; an argument that is refused leaves
-it as it was.
+When it is made, all ranks compare the configuration, agree on tuned rules (rules.py: AUTO, unless told
+otherwise), allocate the window, and meet once more before anybody may write into another's memory. A call
+checks its arguments before it waits for anyone. A call that fails while ranks are under way leaves the op
+unusable, unless it is `elastic`; an argument that is refused leaves it as it was.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,28 +34,30 @@ import torch
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError, UnsupportedShape
 
 from mori_ep import checks, formats
-from mori_ep.arguments import check_flag, check_geometry_options, check_index, described
-from mori_ep.config import EpDispatchCombineConfig
-from mori_ep.routing import EpDispatchRoutingHandle
-from mori_ep.settings import CHECK_IDS, DISABLE_VIEW_CACHE, TABLE
-from mori_ep.targets import (
-    PLANNED,
-    CombineCall,
-    CombineShape,
-    DispatchCall,
-    DispatchShape,
-    Geometry,
-    Runner,
-    target_for,
+from mori_ep.arguments import (
+    check_dtype,
+    check_flag,
+    check_geometry_options,
+    check_index,
+    check_whole,
+    described,
 )
+from mori_ep.config import EpDispatchCombineConfig
+from mori_ep.plan import PLANNED, Geometry
+from mori_ep.routing import EpDispatchRoutingHandle
+from mori_ep.rules import Rules
+from mori_ep.settings import CHECK_IDS, DISABLE_VIEW_CACHE, TABLE
+from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape, Runner, target_for
 from mori_ep.turns import CALLS, Turn
 
 if TYPE_CHECKING:
     from mori_bench import Trace
+    from mori_tune import Decision
 
 _numbers = itertools.count(1)
 _op_numbers = itertools.count(1)
 _MOST_KINDS = 4096  # of calls that are remembered as checked
+_UNASKED = (-1, -1, -1)
 
 Dispatched = tuple[
     torch.Tensor,  # rows [recv capacity, hidden]
@@ -76,17 +80,35 @@ class _Prepared(NamedTuple):
 
     launch: Any
     results: tuple[Any, ...] | None  # None: made anew in every call
+    tuned: Callable[[int], Geometry]  # by tokens: what rules say
+
+    def geometry(self, tokens: int, asked: tuple[int, int, int]) -> Geometry:
+        """What the caller asks for, or else what rules say."""
+        tuned = self.tuned(tokens)
+        return tuned if asked == _UNASKED else Geometry(*asked, low_latency=tuned.low_latency)
 
 
 class EpDispatchCombineOp:
     """See the module. Calls of one op are made one after the other, in the same order on every rank."""
 
-    def __init__(self, config: EpDispatchCombineConfig, comm: mori_shmem.Communicator | None = None) -> None:
+    def __init__(
+        self,
+        config: EpDispatchCombineConfig,
+        comm: mori_shmem.Communicator | None = None,
+        *,
+        geometry: Mapping[str, Geometry] | None = None,
+    ) -> None:
         """Collective. Without `comm` the op makes a communicator of its own among the ranks that torchrun, or
-        torch's default process group, knows, and closes it with itself."""
+        torch's default process group, knows, and closes it with itself.
+
+        geometry  by phase ("dispatch", "combine"): launched so, and no tuned rule is looked up; equal on all
+                  ranks. {}: as the target plans it
+        """
         checks.check_made_of(config, comm)
+        checks.check_by_hand(geometry)
         config.check()
         self.config = config
+        self._by_hand = geometry
         self._number = next(_op_numbers)  # in this process, for routing handles
         self.values = TABLE.read()
         self._owned: mori_shmem.Communicator | None = None
@@ -111,11 +133,15 @@ class EpDispatchCombineOp:
         self.combine_dtype = config.combine_dtype or formats.combine_dtype_for(config.data_type)
         checks.check_place(config, comm)
         checks.check_triple(target, config, self.dispatch_dtype, self.combine_dtype)
-        checks.compare_ranks(config, comm)
-        self.plan = target.plan_for(config)
+        checks.compare_ranks(config, comm, self._by_hand)
+        self._dtypes = {"dispatch": self.dispatch_dtype, "combine": self.combine_dtype}
+        self.rules = Rules(comm, config, self._dtypes, self._by_hand, self.values)
+        self.plan = target.plan_for(config, self.rules.few_tokens())
         self.layout = target.layout_for(config, self.plan)
         self._window = comm.alloc(self.layout.nbytes)
         self._runner: Runner = target.Runner(comm, self._window, self.layout, config, self.plan, self.values)
+        self.rules.announce(self._runner)
+        self._homeward = self.rules.homeward()
         self._cache_views = not self.values[DISABLE_VIEW_CACHE]
         self._checks_ids = bool(self.values[CHECK_IDS])
         self._dispatch_kinds: dict[object, DispatchShape] = {}
@@ -168,10 +194,13 @@ class EpDispatchCombineOp:
                 call_local_expert_count=call_local_expert_count, return_routing=return_routing
             )
             checks.check_keeps_routing(self.config, bool(return_routing))
-        geometry = (block_num, rdma_block_num, warp_per_block)
-        shape, call = self._dispatch_call("dispatch", input, weights, scales, indices, geometry, routing)
+        asked = (block_num, rdma_block_num, warp_per_block)
+        shape = self._dispatch_shape("dispatch", input, weights, scales, indices, asked, routing)
+        n: int = input.shape[0]
         with self._turns["dispatch"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
+            geometry = prepared.geometry(n, asked)
+            call = DispatchCall(input, weights, scales, indices, routing, geometry, self._homeward(n))
             self._begin_dispatch()
             self._runner.dispatch(prepared.launch, call)
             self._num_tokens = input.shape[0]
@@ -197,13 +226,16 @@ class EpDispatchCombineOp:
 
         Only AsyncLL has two halves; with the other kernel types this is all of it.
         """
-        geometry = (block_num, rdma_block_num, warp_per_block)
-        shape, call = self._dispatch_call("dispatch_send", input, weights, scales, indices, geometry, None)
+        asked = (block_num, rdma_block_num, warp_per_block)
+        shape = self._dispatch_shape("dispatch_send", input, weights, scales, indices, asked, None)
+        n: int = input.shape[0]
         with self._turns["dispatch_send"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
+            geometry = prepared.geometry(n, asked)
+            call = DispatchCall(input, weights, scales, indices, None, geometry, self._homeward(n))
             self._begin_dispatch()
             self._runner.dispatch_send(prepared.launch, call)
-            self._sent_tokens = input.shape[0]
+            self._sent_tokens = n
             self._half = "dispatch_recv"
         results: Dispatched = prepared.results or self._dispatch_views(shape)
         return results
@@ -246,8 +278,8 @@ class EpDispatchCombineOp:
         """
         if call_reset is not False:
             checks.check_options(call_reset=call_reset)
-        geometry = (block_num, rdma_block_num, warp_per_block)
-        return self._combine("combine", input, weights, indices, geometry, use_external_inp_buf, routing)
+        asked = (block_num, rdma_block_num, warp_per_block)
+        return self._combine("combine", input, weights, indices, asked, use_external_inp_buf, routing)
 
     def combine_send(
         self,
@@ -260,8 +292,8 @@ class EpDispatchCombineOp:
         use_external_inp_buf: int = -1,
     ) -> Combined:
         """The half of `combine` that waits for nobody."""
-        geometry = (block_num, rdma_block_num, warp_per_block)
-        return self._combine("combine_send", input, weights, indices, geometry, use_external_inp_buf, None)
+        asked = (block_num, rdma_block_num, warp_per_block)
+        return self._combine("combine_send", input, weights, indices, asked, use_external_inp_buf, None)
 
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         """The half that waits, with the shape of its send."""
@@ -417,6 +449,48 @@ class EpDispatchCombineOp:
             if rank != self.config.rank:
                 self._runner.set_masked(rank, False)
 
+    # ---- how it is launched ----
+
+    def rule(
+        self,
+        phase: str,
+        dtype: torch.dtype,
+        *,
+        tokens: int,
+        hidden: int | None = None,
+        zero_copy: bool | None = None,
+    ) -> Decision | None:
+        """The tuned rule for calls of this phase ("dispatch", "combine") and dtype, or why there is none;
+        None where nothing is tuned. Without `hidden` and `zero_copy` as configured."""
+        if phase not in checks.PHASES:
+            raise ArgumentError(f"phase={described(phase)}: one of {', '.join(checks.PHASES)}")
+        config = self.config
+        check_dtype("dtype", dtype)
+        check_whole("tokens", tokens, 0)
+        if hidden is not None:
+            check_whole("hidden", hidden, 1)
+        if zero_copy is None:
+            zero_copy = not config.use_external_inp_buf
+        check_flag("zero_copy", zero_copy)
+        return self.rules.decision(
+            phase, dtype, tokens=tokens, hidden=hidden or config.hidden_dim, zero_copy=zero_copy
+        )
+
+    def launch_with(self, geometry: Mapping[str, Geometry]) -> None:
+        """From the next call on, calls are launched so, and no rule is looked up. Local. For an op that was
+        made with `geometry`, on a target that chooses call by call; its memory is that of the first
+        geometry."""
+        self._check_usable()
+        checks.check_by_hand(geometry)
+        self.rules.take(geometry)
+        self._homeward = self.rules.homeward()
+        self._dispatches = {
+            shape: p._replace(tuned=self._tuned_dispatch(shape)) for shape, p in self._dispatches.items()
+        }
+        self._combines = {
+            shape: p._replace(tuned=self._tuned_combine(shape)) for shape, p in self._combines.items()
+        }
+
     # ---- life ----
 
     def check_due(self, what: str) -> None:
@@ -468,15 +542,15 @@ class EpDispatchCombineOp:
         input: torch.Tensor,
         weights: torch.Tensor | None,
         indices: torch.Tensor,
-        geometry: Geometry,
+        asked: tuple[int, int, int],
         use_external_inp_buf: int,
         routing: EpDispatchRoutingHandle | None,
     ) -> Combined:
         """A whole combine, or its first half."""
         turn = self._turns[what]
         turn.check()
-        if geometry != PLANNED:
-            checks.check_options(geometry)
+        if asked != _UNASKED:
+            checks.check_options(asked)
         num_tokens = self._num_tokens
         if routing is not None:
             checks.check_handle(routing, self._number, self.config, self.comm.device)
@@ -492,9 +566,10 @@ class EpDispatchCombineOp:
             )
             checks.check_combine_dtype(self.config, self.dispatch_dtype, shape.dtype)
             _remember(self._combine_kinds, kinds, shape)
-        call = CombineCall(input, weights if shape.weights else None, num_tokens, routing, geometry)
+        call = CombineCall(input, weights if shape.weights else None, num_tokens, routing)
         with turn:
             prepared = self._combines.get(shape) or self._prepare_combine(shape)
+            call = self._launched(call, prepared, asked)
             if what == "combine":
                 self._runner.combine(prepared.launch, call)
             else:
@@ -503,20 +578,31 @@ class EpDispatchCombineOp:
         results: Combined = prepared.results or self._combine_views(shape)
         return results
 
-    def _dispatch_call(
+    def _launched(self, call: CombineCall, prepared: _Prepared, asked: tuple[int, int, int]) -> CombineCall:
+        """With blocks and warps of the rule for this call, and the way home that its dispatch has told."""
+        geometry, home = prepared.geometry(call.num_tokens, asked), self._homeward(call.num_tokens)
+        if geometry.low_latency != home:
+            geometry = (
+                geometry._replace(low_latency=home)
+                if asked != _UNASKED
+                else PLANNED._replace(low_latency=home)
+            )
+        return call if geometry == PLANNED else call._replace(geometry=geometry)
+
+    def _dispatch_shape(
         self,
         what: str,
         input: torch.Tensor,
         weights: torch.Tensor | None,
         scales: torch.Tensor | None,
         indices: torch.Tensor,
-        geometry: Geometry,
+        asked: tuple[int, int, int],
         routing: EpDispatchRoutingHandle | None,
-    ) -> tuple[DispatchShape, DispatchCall]:
-        """The call, checked; its shape unless its like has been before."""
+    ) -> DispatchShape:
+        """The shape of a dispatch, checked unless its like has been before."""
         self._turns[what].check()
-        if geometry != PLANNED:
-            checks.check_options(geometry)
+        if asked != _UNASKED:
+            checks.check_options(asked)
         if routing is not None:
             checks.check_handle(routing, self._number, self.config, self.comm.device)
         kinds = checks.dispatch_kinds(input, weights, scales, indices)
@@ -528,19 +614,32 @@ class EpDispatchCombineOp:
             checks.check_ids(self.config, indices)
         if routing is not None:
             checks.check_replay(routing, input.shape[0])
-        return shape, DispatchCall(input, weights, scales, indices, routing, geometry)
+        return shape
 
     def _prepare_dispatch(self, shape: DispatchShape) -> _Prepared:
         launch = self._runner.prepare_dispatch(shape)
         results = self._dispatch_views(shape) if self._cache_views else None
-        prepared = self._dispatches[shape] = _Prepared(launch, results)
+        prepared = self._dispatches[shape] = _Prepared(launch, results, self._tuned_dispatch(shape))
         return prepared
 
     def _prepare_combine(self, shape: CombineShape) -> _Prepared:
         launch = self._runner.prepare_combine(shape)
         results = self._combine_views(shape) if self._cache_views else None
-        prepared = self._combines[shape] = _Prepared(launch, results)
+        prepared = self._combines[shape] = _Prepared(launch, results, self._tuned_combine(shape))
         return prepared
+
+    def _tuned_dispatch(self, shape: DispatchShape) -> Callable[[int], Geometry]:
+        """What rules say of dispatches of one shape, by tokens: looked up once for each number of them."""
+        asked = functools.partial(self.rules.geometry, "dispatch", shape.dtype, hidden=shape.hidden)
+        return functools.lru_cache(None)(lambda tokens: asked(tokens=tokens))
+
+    def _tuned_combine(self, shape: CombineShape) -> Callable[[int], Geometry]:
+        """The same of combines."""
+        zero_copy, hidden = shape.registered, shape.hidden
+        asked = functools.partial(
+            self.rules.geometry, "combine", shape.dtype, hidden=hidden, zero_copy=zero_copy
+        )
+        return functools.lru_cache(None)(lambda tokens: asked(tokens=tokens))
 
     def _dispatch_views(self, shape: DispatchShape) -> Dispatched:
         rows, topk, view = self.config.recv_capacity, self.config.num_experts_per_token, self._runner.view

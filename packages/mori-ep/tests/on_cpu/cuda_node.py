@@ -18,13 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import emulator
 import pytest
 import torch
 from mori_ep import reference
 from mori_ep.config import EpDispatchCombineConfig
+from mori_ep.plan import NOTHING_SAID, PLANNED, FewTokens, Geometry
 from mori_ep.reference import RankInput, bytes_of
 from mori_ep.targets import CombineShape, DispatchShape
 from mori_ep.targets.cuda import launch as launches
@@ -102,9 +103,11 @@ class Node:
         *,
         timeout_s: float = 20.0,
         wire_block: int = 128,
+        few: FewTokens = NOTHING_SAID,
         **fields: Any,
     ) -> None:
         self.device, self.world = device, world_size
+        self.asked: Callable[[str, int], Geometry] = lambda phase, rank: PLANNED
         for name in ("max_num_inp_token_per_rank", "max_total_recv_tokens"):
             if name in fields:
                 fields[name] = self.scaled(fields[name])
@@ -120,7 +123,7 @@ class Node:
             **fields,
         }
         configs = [EpDispatchCombineConfig(rank=r, world_size=world_size, **given) for r in range(world_size)]
-        layout = layout_for(configs[0], limits.plan_for(configs[0]))
+        layout = layout_for(configs[0], limits.plan_for(configs[0], few))
         gpu = device == "cuda"
         if gpu:
             torch.cuda.set_device(0)
@@ -130,7 +133,7 @@ class Node:
         self.ranks = []
         for config, window in zip(configs, windows, strict=True):
             record = torch.zeros(8, dtype=torch.int32, pin_memory=gpu)
-            place = Place(config, layout, bases, 0, blocks, record.data_ptr(), timeout_s, wire_block)
+            place = Place(config, layout, bases, 0, blocks, record.data_ptr(), timeout_s, wire_block, few)
             self.ranks.append(Rank(place, window, record, torch.cuda.Stream() if gpu else None))
         self.config = configs[0]
         self.launches: dict[Any, list[Any]] = {}
@@ -172,7 +175,8 @@ class Node:
             if phases & SEND:
                 self.poison(rank, "table", "out_positions")
             tensors = (given.x, given.weights, given.scales, given.ids)
-            launch.launch(rank.raw_stream, *tensors, phases=phases)
+            geometry, home = (self.asked(phase, rank.place.rank) for phase in ("dispatch", "combine"))
+            launch.launch(rank.raw_stream, *tensors, None, geometry, phases, homeward=home.low_latency)
 
     def combine(
         self,
@@ -192,7 +196,8 @@ class Node:
             maps = rank.maps if packets else replace(rank.maps, meta=None)
             rows = rank.view("y", tuple(y[i].shape), y[i].dtype) if registered else y[i]
             given = (rows, weights and weights[i], tokens[i], maps)
-            launch.launch(rank.raw_stream, *given, guard=guard, phases=phases)
+            geometry = self.asked("combine", rank.place.rank)
+            launch.launch(rank.raw_stream, *given, guard=guard, geometry=geometry, phases=phases)
 
     def faults(self) -> list[dict[str, int]]:
         found = [dict(zip(FIELDS, rank.record.tolist(), strict=True)) for rank in self.ranks]
@@ -223,7 +228,10 @@ class OnCpu:
     def __init__(self, kernel: Callable[..., None], grid: int, block: int, args: list[Any]) -> None:
         self._kernel, self._shape, self._params = kernel, (grid, block), args[0]
 
+    launched: ClassVar[list[tuple[str, int, int]]] = []  # kernel, blocks, threads
+
     def launch(self, rank: Rank) -> None:
+        self.launched.append((self._kernel.args[0], *self._shape))  # type: ignore[attr-defined]
         as_it_is = type(self._params).from_buffer_copy(self._params)
         rank.then(functools.partial(self._kernel, as_it_is, *self._shape))
 

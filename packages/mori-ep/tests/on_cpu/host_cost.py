@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mori_ep import EpDispatchCombineConfig, EpDispatchCombineOp
+from mori_ep import EpDispatchCombineConfig, EpDispatchCombineOp, rules
 from mori_ep.targets import cuda as target
 from mori_ep.targets.cuda import launch as launches
 from mori_ep.targets.cuda import runner
@@ -111,6 +111,7 @@ def made(library: ctypes.CDLL, **changes: Any) -> Iterator[EpDispatchCombineOp]:
             (driver, "_library", lambda: library),
             (launches, "dispatch_module", lambda device: module),
             (launches, "combine_module", lambda device, *kind: module),
+            (rules, "device_of", lambda backend, index: rules.host_device()),
             (runner.Runner, "_blocks", lambda self: 132),
             (torch._C, "_cuda_getDevice", lambda: 0),
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 7),

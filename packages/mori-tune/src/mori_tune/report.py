@@ -17,6 +17,7 @@ from mori_tune.rows import result_row
 from mori_tune.rules.format import Query
 from mori_tune.rules.saving import METRIC
 from mori_tune.search import Failure, Request, Standing, Times
+from mori_tune.tunable import SavedAs
 from mori_tune.tuning import Tuned, Watcher
 
 SHOWN_ROWS = 10
@@ -241,12 +242,14 @@ def row_of(tuned: Tuned, phase: str, op: str) -> dict[str, Any]:
     )
 
 
-def rule_values(tuned: Tuned, query: Query) -> dict[str, Any]:
+def rule_values(tuned: Tuned, query: Query, tunable: object = None) -> dict[str, Any]:
     """What is saved for the winner of the query's phase: parameters, figures, and where they come from."""
     phase = query.format.phase
     verdict = tuned.verdicts[phase]
-    winner = verdict.winner
-    values: dict[str, Any] = {**tuned.winner(phase).as_dict(), "latency_us": round(winner.average_us, 3)}
+    winner, saved = verdict.winner, tuned.winner(phase)
+    if isinstance(tunable, SavedAs):
+        saved = tunable.saved_as(tuned.problem, phase, saved, tuned.device)
+    values: dict[str, Any] = {**saved.as_dict(), "latency_us": round(winner.average_us, 3)}
     if winner.bandwidth_gbps is not None:
         values["bandwidth_gbps"] = round(winner.bandwidth_gbps, 3)
     values["bandwidth_metric"] = METRIC

@@ -106,6 +106,14 @@ class Tunable(Protocol):
     def open(self, problem: Problem, device: Device, place: Place) -> Session: ...
 
 
+@runtime_checkable
+class SavedAs(Protocol):
+    """What a Tunable may have besides, where different candidates are one and the same launch of a phase."""
+
+    def saved_as(self, problem: Problem, phase: str, winner: Candidate, device: Device) -> Candidate:
+        """The candidate that this phase's rule is to hold: one that launches what the winner launches."""
+
+
 def available() -> dict[str, str]:
     """Names and import paths of the tunables of all installed packages."""
     return {point.name: point.value for point in sorted(entry_points(group=GROUP), key=lambda p: p.name)}

@@ -27,6 +27,7 @@ import mori_bench
 from mori_bench import add_common_options
 from mori_bench.options import at_least, why_not_writable
 from mori_shmem.errors import MoriError
+from mori_tune.settings import settings
 
 from mori_ep.config import QUANT_TYPES, EpDispatchCombineKernelType
 
@@ -124,7 +125,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="HOW",
         help="uniform, zipf, hot-rank, one-expert, or a file of ids",
     )
-    group.add_argument("--rounds", type=at_least(1), default=5, help="calls per timed run (default: 5)")
+    group.add_argument(
+        "--rounds",
+        type=at_least(1),
+        help="calls per timed run (default: MORI_EP_ROUNDS, which is 10 and holds for mori-tune as well)",
+    )
     group.add_argument("--no-compare", action="store_true", help="without torch's all_to_all beside it")
     return made
 
@@ -258,7 +263,7 @@ def _configuration(args: argparse.Namespace, values: dict[str, Any], experts: in
         quant_type=quant,
         zero_copy=values["zero_copy"] == "1" and quant == "none",
         num_qp=values["num_qp"],
-        rounds=args.rounds,
+        rounds=args.rounds or settings()["MORI_EP_ROUNDS"],
         reps=args.reps,
         warmup=args.warmup,
         compare=not args.no_compare,

@@ -91,13 +91,23 @@ def experts(
 ) -> torch.Tensor:
     """What this rank's experts make of the rows that it received."""
     here = torch.div(ids, config.num_experts_per_rank, rounding_mode="floor") == config.rank
-    return reference.rounded(values(rows, positions) * (weights * here).sum(1, keepdim=True), dtype)
+    return reference.rounded(values(rows, positions) * sum_over_slots(weights * here), dtype)
+
+
+def sum_over_slots(weights: torch.Tensor) -> torch.Tensor:
+    """[n, 1], slot by slot: the same bits on every device, whatever order its reductions have."""
+    total = weights[:, :1].clone()
+    for slot in range(1, weights.shape[1]):
+        total += weights[:, slot : slot + 1]
+    return total
 
 
 def answer(given: Given, config: EpDispatchCombineConfig, dtype: torch.dtype) -> torch.Tensor:
-    """What combine must give for this rank's tokens, with the rounding that the experts' own rows have.
-    Across nodes every node adds up its ranks' rows first, and rounds, and then the nodes' sums are added."""
-    positions = torch.arange(given.x.shape[0]) + given.rank * config.position_stride
+    """What combine must give for this rank's tokens, with the rounding that the experts' own rows have; on
+    the device of `given`. Across nodes every node adds up its ranks' rows first, and rounds, and then the
+    nodes' sums are added."""
+    n, device = given.x.shape[0], given.x.device
+    positions = torch.arange(n, device=device) + given.rank * config.position_stride
     x, per_rank = values(given.x, positions), config.num_experts_per_rank
     ranks_a_node = config.gpu_per_node if config.kernel_type.across_nodes else config.world_size
     owner = torch.where(given.ids >= 0, given.ids, -per_rank).div(per_rank, rounding_mode="floor")
@@ -106,7 +116,7 @@ def answer(given: Given, config: EpDispatchCombineConfig, dtype: torch.dtype) ->
     for node in range(config.world_size // ranks_a_node):
         rows = {}
         for rank in range(node * ranks_a_node, (node + 1) * ranks_a_node):
-            weight = (given.weights * (owner == rank)).sum(1, keepdim=True)
+            weight = sum_over_slots(given.weights * (owner == rank))
             rows[rank] = reference.rounded(x * weight, dtype).float()
         sums[node] = reference.rounded(_added(owner, rows), dtype).float()
     return reference.rounded(_added(node_of, sums), dtype)
@@ -114,8 +124,9 @@ def answer(given: Given, config: EpDispatchCombineConfig, dtype: torch.dtype) ->
 
 def _added(names: torch.Tensor, rows: dict[int, torch.Tensor]) -> torch.Tensor:
     """The sum of the rows that a token's slots name [n, k], each once, in the order of the slots."""
-    total = torch.zeros(len(names), next(iter(rows.values())).shape[1])
-    named = {name: torch.zeros(len(names), dtype=torch.bool) for name in rows}
+    n, device = len(names), names.device
+    total = torch.zeros(n, next(iter(rows.values())).shape[1], device=device)
+    named = {name: torch.zeros(n, dtype=torch.bool, device=device) for name in rows}
     for slot in range(names.shape[1]):
         for name, row in rows.items():
             first = (names[:, slot] == name) & ~named[name]

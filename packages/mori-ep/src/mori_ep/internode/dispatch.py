@@ -90,7 +90,8 @@ class InterDispatcher:
         """The maps of my tokens."""
         config, n, maps = self._config, call.x.shape[0], self._maps
         per_rank, per_node = config.num_experts_per_rank, config.num_experts_per_rank * config.gpu_per_node
-        routes = InterRoutes(maps.here, maps.nodes, maps.forward, n, self._calls, self._is_compact(n))
+        compact = self._is_compact(n, call.geometry.low_latency)
+        routes = InterRoutes(maps.here, maps.nodes, maps.forward, n, self._calls, compact)
         ids, first = call.indices.data_ptr(), self._comm.node_number * per_node
         routes.sent = group_slots(ids, slot_map(config, self._scratch, 0, n), 0, per_rank, config.world_size)
         group_slots(ids, routes.here_map(config), first, per_rank, config.gpu_per_node)
@@ -101,10 +102,10 @@ class InterDispatcher:
         self._number_by_token(routes)
         return routes
 
-    def _is_compact(self, tokens: int) -> bool:
+    def _is_compact(self, tokens: int, low_latency: int) -> bool:
         kind = self._config.kernel_type
         if kind is EpDispatchCombineKernelType.InterNode:
-            return tokens > self._ll_tokens
+            return tokens > self._ll_tokens if low_latency < 0 else not low_latency
         return kind is EpDispatchCombineKernelType.InterNodeV1
 
     def _count_chunks(self, routes: InterRoutes) -> list[list[int]]:

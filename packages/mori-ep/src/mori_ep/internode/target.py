@@ -1,5 +1,6 @@
 """Dispatch and combine across nodes: InterNodeV1 (rows compact), InterNodeV1LL (runs of tokens as they are),
-and InterNode, which takes the second for calls of up to MORI_EP_INTERNODE_LL_TOKENS tokens on a rank.
+and InterNode, which takes the second where a tuned rule says so; without one, for calls of up to
+MORI_EP_INTERNODE_LL_TOKENS tokens on a rank.
 
 The counterpart of rank (node n, local l) on node m is (m, l). "In the node": by load and store, with the
 flags of targets/host/launch.py. "Put": by the engine, with a word that is set when the bytes are there
@@ -53,7 +54,7 @@ from mori_ep.internode.engine import Waits
 from mori_ep.internode.flags import NodeFlags
 from mori_ep.internode.layout import InterLayout, layout_for
 from mori_ep.internode.routes import handle_of
-from mori_ep.plan import Plan, Way
+from mori_ep.plan import NOTHING_SAID, FewTokens, Plan, Way
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import FP8_COMBINE_SCALE_DIM, INTERNODE_LL_TOKENS
 from mori_ep.targets import CombineCall
@@ -65,8 +66,9 @@ from mori_ep.targets.host.marks import Marks
 __all__ = ["Runner", "layout_for", "plan_for", "why_not"]
 
 
-def plan_for(config: EpDispatchCombineConfig) -> Plan:
-    """What happens in a node: rows go where counts say, sums are pulled."""
+def plan_for(config: EpDispatchCombineConfig, few: FewTokens = NOTHING_SAID) -> Plan:
+    """What happens in a node: rows go where counts say, sums are pulled. Few tokens need no memory of their
+    own."""
     return Plan(Way.COUNTS, Way.PULL)
 
 

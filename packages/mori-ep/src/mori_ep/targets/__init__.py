@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from mori_shmem.errors import TransportInert
 
+from mori_ep.plan import PLANNED, Geometry
 from mori_ep.problem import RowFormat
 from mori_ep.routing import EpDispatchRoutingHandle
 
@@ -22,10 +23,6 @@ TARGETS = {
     "cuda": "mori_ep.targets.cuda",
     "internode": "mori_ep.internode.target",
 }
-
-
-Geometry = tuple[int, int, int]  # blocks, network blocks, warps a block, as callers may ask; -1: as planned
-PLANNED: Geometry = (-1, -1, -1)
 
 
 class DispatchShape(NamedTuple):
@@ -61,6 +58,7 @@ class DispatchCall(NamedTuple):
     indices: torch.Tensor  # [n, k] int32
     replay: EpDispatchRoutingHandle | None = None
     geometry: Geometry = PLANNED
+    homeward: int = -1  # Geometry.low_latency of the combine of as many tokens: peers are told now
 
 
 class CombineCall(NamedTuple):
@@ -122,6 +120,9 @@ class Runner(Protocol):
         """The way back: into[row] = sum over its experts here of weight * row of `packed`, fp32, rounded
         once."""
 
+    def why_not_launch(self, geometry: Geometry) -> str | None:
+        """The reason against a tuned geometry on this rank, or None."""
+
     def trace_steps(self, on: bool) -> list[tuple[str, int]]:
         """Begin to note when the steps of a call end, or stop and give (step, time.monotonic_ns). A target
         whose calls return before their work is done has no steps to tell of."""
@@ -134,7 +135,7 @@ class Runner(Protocol):
 
 def target_for(backend: str) -> ModuleType:
     """The module that runs ops on a communicator's backend. It has
-    plan_for(config)   how the kernel type is carried out here
+    plan_for(config, few)   how the kernel type is carried out here, with what rules say of few tokens
     layout_for(config, plan)  what lies where in the window, with its size as `nbytes`
     why_not(config, dispatch_dtype, combine_dtype)   the reason against a configuration here, or None
     Runner(comm, window, layout, config, plan, values)   see above

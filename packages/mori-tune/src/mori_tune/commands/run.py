@@ -153,7 +153,7 @@ class Batch:
         """One rule for each phase, each printed; only the winner of a full sweep gets here."""
         if tuned.how.scope != "full":
             raise SaveRefused(f"a sweep of scope {tuned.how.scope} is not saved")
-        entries = [(query, report.rule_values(tuned, query)) for query in queries]
+        entries = [(query, report.rule_values(tuned, query, self.tunable)) for query in queries]
         changes = save_rules(entries, target, self.tunable.formats)
         for change in changes:
             print(change)

@@ -97,6 +97,7 @@ EP_DISPATCH = Format(
     preferred=("hidden_dim", "topk"),
     size="num_tokens",
     params=EP_PARAMS,
+    mode_params=("low_latency",),  # where a call may go by the way for few tokens or by that for many
     wildcard=("topk",),
     world="ep_size",
     world_letter="ep",

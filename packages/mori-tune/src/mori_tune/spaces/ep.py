@@ -2,6 +2,9 @@
 
 One sweep serves both phases with the same geometry; each phase keeps its own winner. More blocks than
 compute units are never tried: all blocks meet at barriers, and one that is not resident never arrives.
+
+Where a call has a way for few tokens and one for many, `low_latency` says which, "yes" or "no"; a target's
+own choice is called "planned" there, and 0 in the numbers.
 """
 
 from __future__ import annotations
@@ -92,9 +95,21 @@ def num_threads(values: Mapping[str, Any]) -> tuple[int, ...]:
     return values["block_num"] * values["warp_per_block"], values["block_num"], values["rdma_block_num"]
 
 
-def ep_space(hardware: Hardware, *, nodes: str) -> Space:
-    """`nodes` is "intra" (all ranks in one node) or "inter" (some blocks serve the network)."""
-    if nodes not in ("intra", "inter"):
-        raise SpaceError(f"nodes={nodes!r}: wanted intra or inter")
-    parameters = INTRA if nodes == "intra" else INTER
-    return Space(f"ep-{nodes}", hardware, parameters, CONSTRAINTS, num_threads)
+WORKER = (  # of a target whose ranks are single workers: no geometry, perhaps a choice between two ways
+    Parameter("block_num", (1,)),
+    Parameter("rdma_block_num", (0,)),
+    Parameter("warp_per_block", (1,)),
+)
+GRIDS = {"intra": INTRA, "inter": INTER, "worker": WORKER}
+LOW_LATENCY = Parameter("low_latency", ("no", "yes"))
+
+
+def ep_space(
+    hardware: Hardware, *, nodes: str, ways: bool = False, constraints: tuple[Constraint, ...] = ()
+) -> Space:
+    """`nodes` is "intra" (all ranks in one node), "inter" (some blocks serve the network) or "worker" (no
+    grid at all). `ways`: both ways of a call are tried. `constraints`: what the target adds to ours."""
+    if nodes not in GRIDS:
+        raise SpaceError(f"nodes={nodes!r}: wanted one of {', '.join(GRIDS)}")
+    parameters = (*GRIDS[nodes], LOW_LATENCY) if ways else GRIDS[nodes]
+    return Space(f"ep-{nodes}", hardware, parameters, (*CONSTRAINTS, *constraints), num_threads)

@@ -18,7 +18,9 @@ import torch
 from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
 from mori_shmem.jit import driver
 
-from mori_ep.targets import PLANNED, CombineShape, DispatchShape, Geometry
+from mori_ep.grids import Grid, combine_grid, dispatch_grid
+from mori_ep.plan import PLANNED, Geometry
+from mori_ep.targets import CombineShape, DispatchShape
 from mori_ep.targets.cuda import limits
 from mori_ep.targets.cuda.params import (
     BOTH,
@@ -30,16 +32,11 @@ from mori_ep.targets.cuda.params import (
     Common,
     DispatchParams,
     RowShape,
-    lanes_of,
     row_shape,
     slot_bytes,
     units,
 )
 from mori_ep.targets.cuda.place import Place, combine_module, dispatch_module
-
-_MOST_PACKET_THREADS = 640  # of a block that carries packets
-_ROW_KERNEL_THREADS = 256
-_PULL_THREADS, _PULL_THREADS_FEW = 256, 128
 
 
 @dataclass(frozen=True)
@@ -59,12 +56,11 @@ class _Launch:
         self._function, self._params = function, params
         self._made: dict[tuple[int, int], driver.PreparedLaunch] = {}
 
-    def shaped(self, grid: int, block: int) -> driver.PreparedLaunch:
-        made = self._made.get((grid, block))
+    def shaped(self, grid: Grid) -> driver.PreparedLaunch:
+        shape = grid.blocks, grid.threads
+        made = self._made.get(shape)
         if made is None:
-            made = self._made[grid, block] = driver.PreparedLaunch(
-                self._function, grid, block, [self._params]
-            )
+            made = self._made[shape] = driver.PreparedLaunch(self._function, *shape, [self._params])
         return made
 
 
@@ -77,22 +73,21 @@ class DispatchLaunch:
         _check_units("input", shape.hidden, row.payload_bytes)
         self._place, self.shape = place, shape
         self._row_shape = row_shape(row.payload_bytes, row.scale_bytes, row.topk, weights=row.weights)
-        num_units = self._row_shape.payload_units + self._row_shape.tail_units
+        num_units = self._num_units = self._row_shape.payload_units + self._row_shape.tail_units
         self._whole_tail = bool(self._row_shape.aligned)
-        self._lanes = _threads_a_row(num_units, _MOST_PACKET_THREADS)
         self._digest = zlib.crc32(repr(shape).encode()) << 8 & 0xFFFFFFFF  # calls that differ are noticed
-        self._most_packets = min(
-            limits.most_dispatch_packets(config, row.nbytes),
-            PACKET_TOKENS,
-            layout.dispatch_slots_bytes // slot_bytes(num_units) if config.world_size > 1 else PACKET_TOKENS,
+        room = (
+            layout.dispatch_slots_bytes // slot_bytes(num_units) if config.world_size > 1 else PACKET_TOKENS
         )
-        self._most_home_packets = limits.most_combine_packets(config, config.row_bytes)
+        planned = limits.most_dispatch_packets(config, row.nbytes)
+        self._planned_packets = min(planned, PACKET_TOKENS, room)
+        self._most_packets = min(max(planned, limits.within(config, place.few.dispatch)), PACKET_TOKENS, room)
         self.params = self._make_params()
         module = dispatch_module(place.device)
         self._packets = _Launch(module.function("dispatch_packets"), self.params)
         self._rows = _Launch(module.function("dispatch_rows"), self.params)
         self._patch, self._phases = _DispatchWords(self.params), BOTH
-        self._tokens, self._geometry = -1, PLANNED  # that `_prepared` is for
+        self._key: tuple[int, Geometry, int] = (-1, PLANNED, -1)
         self._prepared: driver.PreparedLaunch | None = None
 
     def _make_params(self) -> DispatchParams:
@@ -122,23 +117,16 @@ class DispatchLaunch:
         p.c.phases = BOTH
         return p
 
-    def _choose(self, tokens: int, geometry: Geometry) -> driver.PreparedLaunch:
-        """The kernel and its geometry for so many tokens."""
-        words, blocks = self._patch, _blocks(self._place.blocks, geometry)
-        home = COMBINE_BY_PACKETS if tokens <= self._most_home_packets else 0
-        words.tokens.value = self._tokens = tokens
-        self._geometry = geometry
-        if tokens <= self._most_packets:
-            words.flags.value = self._digest | ROWS_AS_PACKETS | home
-            words.threads_a_row.value = self._lanes
-            rows = _rows_a_block(2 * tokens, blocks, self._lanes, _MOST_PACKET_THREADS)  # sent and received
-            made = self._packets.shaped(blocks, self._lanes * rows)
-        else:
-            words.flags.value = self._digest | home
-            threads = _threads(_ROW_KERNEL_THREADS, geometry, 512)
-            words.threads_a_row.value = min(self._lanes, threads)
-            made = self._rows.shaped(blocks, threads)
-        self._prepared = made
+    def _choose(self, tokens: int, geometry: Geometry, homeward: int) -> driver.PreparedLaunch:
+        """The kernel and its grid for so many tokens."""
+        words, self._key = self._patch, (tokens, geometry, homeward)
+        most = self._planned_packets if geometry.low_latency < 0 else self._most_packets
+        few = geometry.low_latency != 0 and tokens <= most
+        home = self._place.comes_home_in_packets(tokens, homeward)
+        grid = dispatch_grid(tokens, self._num_units, few, self._place.blocks, geometry)
+        words.tokens.value, words.threads_a_row.value = tokens, grid.threads_a_row
+        words.flags.value = self._digest | few * ROWS_AS_PACKETS | home * COMBINE_BY_PACKETS
+        made = self._prepared = (self._packets if few else self._rows).shaped(grid)
         return made
 
     def set_alive(self, ranks: int) -> None:
@@ -154,12 +142,13 @@ class DispatchLaunch:
         replay: torch.Tensor | None = None,
         geometry: Geometry = PLANNED,
         phases: int = BOTH,
+        homeward: int = -1,
     ) -> int:
         """One kernel. The tensors are read when it runs. Returns the number of tokens."""
         tokens: int = x.shape[0]
         made = self._prepared
-        if tokens != self._tokens or geometry != self._geometry or made is None:
-            made = self._choose(tokens, geometry)
+        if (tokens, geometry, homeward) != self._key or made is None:
+            made = self._choose(tokens, geometry, homeward)
         payload, ids = x.data_ptr(), indices.data_ptr()
         of_weights = 0 if weights is None else weights.data_ptr()
         of_scales = 0 if scales is None else scales.data_ptr()
@@ -190,9 +179,8 @@ class CombineLaunch:
         _check_units("input", shape.hidden, row_bytes)
         if config.quant_type != "none":
             _check_wire(config.quant_type, shape.hidden, place.wire_block)
-        num_units = units(row_bytes) + (units(4 * config.num_experts_per_token) if shape.weights else 0)
-        self._lanes = _threads_a_row(num_units, _MOST_PACKET_THREADS)
-        self._most_packets = limits.most_combine_packets(config, config.row_bytes)
+        weight_units = units(4 * config.num_experts_per_token) if shape.weights else 0
+        self._num_units = units(row_bytes) + weight_units
         self.params = self._make_params(row_bytes)
         module = combine_module(place.device, shape.dtype, config.quant_type)
         self._pull = _Launch(module.function("combine_pull"), self.params)
@@ -229,19 +217,16 @@ class CombineLaunch:
         p.c.phases = BOTH
         return p
 
-    def _choose(self, tokens: int, packets: bool, geometry: Geometry) -> driver.PreparedLaunch:
-        """The kernel and its geometry for so many tokens."""
-        words, blocks = self._patch, _blocks(self._place.blocks, geometry)
-        words.tokens.value, self._key = tokens, (tokens, packets, geometry)
-        if packets and self._packets is not None:
-            words.threads_a_row.value = self._lanes
-            rows = _rows_a_block(tokens, blocks, self._lanes, _MOST_PACKET_THREADS)
-            made = self._packets.shaped(blocks, self._lanes * rows)
-        else:
-            threads = _threads(_PULL_THREADS if tokens > blocks else _PULL_THREADS_FEW, geometry, 256)
-            words.threads_a_row.value = min(32 if tokens >= limits.WARP_A_TOKEN else 128, threads)
-            made = self._pull.shaped(blocks, threads)
-        self._prepared = made
+    def _choose(self, tokens: int, told: bool, geometry: Geometry) -> driver.PreparedLaunch:
+        """The kernel and its grid for so many tokens. `told`: the dispatch has told the others how they come
+        home."""
+        words, self._key = self._patch, (tokens, told, geometry)
+        packets = told and self._place.comes_home_in_packets(tokens, geometry.low_latency)
+        kernel = self._packets if packets and self._packets is not None else self._pull
+        few = kernel is self._packets
+        grid = combine_grid(tokens, self._num_units, few, self._place.blocks, geometry)
+        words.tokens.value, words.threads_a_row.value = tokens, grid.threads_a_row
+        made = self._prepared = kernel.shaped(grid)
         return made
 
     def set_alive(self, ranks: int) -> None:
@@ -259,10 +244,10 @@ class CombineLaunch:
         phases: int = BOTH,
     ) -> None:
         """One kernel. The tensors are read when it runs."""
-        packets = maps.meta is not None and tokens <= self._most_packets
+        told = maps.meta is not None
         made = self._prepared
-        if (tokens, packets, geometry) != self._key or made is None:
-            made = self._choose(tokens, packets, geometry)
+        if (tokens, told, geometry) != self._key or made is None:
+            made = self._choose(tokens, told, geometry)
         words = self._patch
         given: int = y.shape[0] if weights is None else min(y.shape[0], weights.shape[0])
         rows = self._registered if not given else y.data_ptr()
@@ -287,27 +272,6 @@ class CombineLaunch:
         assert self._prepared is not None
         self._patch.phases.value = self._phases = RECEIVE
         self._prepared.launch(stream)
-
-
-def _threads_a_row(num_units: int, most: int) -> int:
-    """Threads that carry a row of so many units as packets: all of it at once, or in even passes."""
-    lanes = lanes_of(num_units)
-    passes = -(-lanes // min(most, 512))
-    return -(-lanes // passes // 32) * 32
-
-
-def _rows_a_block(rows: int, blocks: int, threads_a_row: int, most: int) -> int:
-    """How many rows a block carries at a time."""
-    return max(1, min(-(-rows // blocks), most // threads_a_row))
-
-
-def _blocks(most: int, geometry: Geometry) -> int:
-    """Of a grid: never more than are resident together."""
-    return most if geometry[0] <= 0 else max(2, min(geometry[0], most))
-
-
-def _threads(planned: int, geometry: Geometry, most: int) -> int:
-    return planned if geometry[2] <= 0 else min(32 * geometry[2], most)
 
 
 def _check_units(name: str, hidden: int, row_bytes: int) -> None:

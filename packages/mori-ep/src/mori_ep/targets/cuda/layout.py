@@ -85,7 +85,7 @@ def layout_for(config: EpDispatchCombineConfig, plan: Plan) -> Layout:
     """The layout for every shape up to the configuration's capacities."""
     ranks, rows, top_k = config.world_size, config.recv_capacity, config.num_experts_per_token
     tokens = config.max_num_inp_token_per_rank
-    dispatch_slots, combine_slots = slots_a_source(config)
+    dispatch_slots, combine_slots = slots_a_source(config, plan)
     words = ranks * 4
     sizes = {
         "headers": 2 * ranks * HEADER_PACKETS * 16,
@@ -118,15 +118,17 @@ def layout_for(config: EpDispatchCombineConfig, plan: Plan) -> Layout:
     )
 
 
-def slots_a_source(config: EpDispatchCombineConfig) -> tuple[int, int]:
-    """Bytes of packets that one source can bring to a dispatch, and to a combine."""
+def slots_a_source(config: EpDispatchCombineConfig, plan: Plan) -> tuple[int, int]:
+    """Bytes of packets that one source can bring to a dispatch, and to a combine: of as many tokens as the
+    target sends so by itself, or of more if rules say so."""
     if config.world_size == 1:
         return 0, 0
     top_k = config.num_experts_per_token
     shape = row_shape(config.row_bytes, config.scale_bytes, top_k, weights=True)
     dispatched = slot_bytes(shape.payload_units + 1 + shape.tail_units)
     combined = slot_bytes(units(config.row_bytes) + units(4 * top_k))
+    planned = limits.most_dispatch_packets(config, config.row_bytes)
     return (
-        limits.most_dispatch_packets(config, config.row_bytes) * dispatched,
-        limits.most_combine_packets(config, config.row_bytes) * combined,
+        max(planned, limits.within(config, plan.few.dispatch)) * dispatched,
+        limits.room_for_combine_packets(config, plan.few) * combined,
     )

@@ -1,7 +1,8 @@
 """What this target can do, and the numbers that it was tuned to. How they were measured: docs/h200-ep.md.
 
-Which kernel carries a call is decided here from the call's own tokens, on each rank for itself: headers tell
-the others (dispatch.cu, combine.cu). All give the same rows, order and maps.
+Which kernel carries a call is decided here from the call's own tokens, on each rank for itself, unless a
+tuned rule says which: headers tell the others (dispatch.cu, combine.cu). All give the same rows, order and
+maps.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from mori_ep.config import EpDispatchCombineConfig
-from mori_ep.plan import Plan, Way
+from mori_ep.plan import NOTHING_SAID, FewTokens, Plan, Way
 from mori_ep.targets.cuda.params import MAX_RANKS, PACKET_TOKENS
 
 # Bytes of rows that a rank may send to all its peers as packets: beyond, their tags (a third more bytes)
@@ -21,13 +22,13 @@ DISPATCH_PACKET_BYTES = 2_500_000
 # no copy when they are in the registered buffer already. The same run, packets / pull: 6.8 / 7.5 at 16
 # tokens, 8.2 / 8.1 at 32, 10.1 / 9.1 at 64 (registered); 9.9 / 12.2 at 64, 13.5 / 14.8 at 128 (other rows).
 COMBINE_PACKET_BYTES = {True: 2_500_000, False: 450_000}  # by use_external_inp_buf
-WARP_A_TOKEN = 2048  # tokens from which on a warp a token beats 128 threads in a pull (an earlier study)
 MOST_EXPERTS_A_RANK = 16384  # up to here the rank of an expert is exact by one multiplication
 
 
-def plan_for(config: EpDispatchCombineConfig) -> Plan:
-    """Rows go to where counts say, and are pulled home; the kernels choose packets by the size of a call."""
-    return Plan(Way.COUNTS, Way.PULL)
+def plan_for(config: EpDispatchCombineConfig, few: FewTokens = NOTHING_SAID) -> Plan:
+    """Rows go to where counts say, and are pulled home; packets are chosen by the size of a call, and by
+    rules."""
+    return Plan(Way.COUNTS, Way.PULL, few=few)
 
 
 def why_not(config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: torch.dtype) -> str | None:
@@ -55,7 +56,12 @@ def most_dispatch_packets(config: EpDispatchCombineConfig, row_bytes: int) -> in
     """Tokens of a rank up to which its rows leave as packets."""
     peers = max(1, config.world_size - 1)
     by_bytes = max(1, DISPATCH_PACKET_BYTES // (peers * row_bytes))
-    return min(config.max_num_inp_token_per_rank, PACKET_TOKENS, by_bytes)
+    return within(config, by_bytes)
+
+
+def within(config: EpDispatchCombineConfig, tokens: int) -> int:
+    """So many tokens, or as many as can be packets at all."""
+    return min(config.max_num_inp_token_per_rank, PACKET_TOKENS, tokens)
 
 
 def most_combine_packets(config: EpDispatchCombineConfig, row_bytes: int) -> int:
@@ -64,4 +70,11 @@ def most_combine_packets(config: EpDispatchCombineConfig, row_bytes: int) -> int
         return 0
     peers = max(1, config.world_size - 1)
     by_bytes = max(1, COMBINE_PACKET_BYTES[config.use_external_inp_buf] // (peers * row_bytes))
-    return min(config.max_num_inp_token_per_rank, PACKET_TOKENS, by_bytes)
+    return within(config, by_bytes)
+
+
+def room_for_combine_packets(config: EpDispatchCombineConfig, few: FewTokens) -> int:
+    """Tokens of a rank whose rows can come home as packets: there is memory for them."""
+    if config.quant_type != "none":
+        return 0
+    return max(most_combine_packets(config, config.row_bytes), within(config, few.combine))

@@ -90,11 +90,6 @@ def slot_bytes(num_units: int) -> int:
     return -(-num_units // 96) * 2048
 
 
-def lanes_of(num_units: int) -> int:
-    """Threads that carry a row as packets in one go."""
-    return -(-num_units // 96) * 32
-
-
 def row_shape(payload_bytes: int, scale_bytes: int, top_k: int, *, weights: bool) -> RowShape:
     """Of a dispatched row. `aligned` says that the tail's parts are whole units; pointers are for the caller
     to see to."""

@@ -12,6 +12,8 @@ from mori_shmem.jit import build, driver
 
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.layout import Region
+from mori_ep.plan import NOTHING_SAID, FewTokens
+from mori_ep.targets.cuda import limits
 from mori_ep.targets.cuda.layout import MOST_BLOCKS, Layout
 from mori_ep.targets.cuda.params import MAX_RANKS, CombineParams, Common, DispatchParams
 from mori_ep.targets.cuda.variants import combine_variant, dispatch_variant, tables_variant
@@ -29,6 +31,7 @@ class Place:
     fault: int  # address of the fault record
     timeout_s: float
     wire_block: int = 128  # values that share a scale in fp8_blockwise
+    few: FewTokens = NOTHING_SAID  # what the layout was made for
 
     @property
     def rank(self) -> int:
@@ -37,6 +40,13 @@ class Place:
     def mine(self, region: Region) -> int:
         """Address of a region of my part."""
         return self.bases[self.rank] + region.offset_bytes
+
+    def comes_home_in_packets(self, tokens: int, low_latency: int) -> bool:
+        """Whether the rows of so many tokens come home as packets. Asked by dispatch, which tells the others,
+        and by combine: so nothing goes into it that the two do not share."""
+        if low_latency < 0:
+            return tokens <= limits.most_combine_packets(self.config, self.config.row_bytes)
+        return bool(low_latency) and tokens <= limits.room_for_combine_packets(self.config, self.few)
 
     def common(self, state: Region, nbytes: int) -> Common:
         """The arguments that all kernels of a direction have in common, but for those of a call."""

@@ -17,7 +17,7 @@ from mori_shmem.jit import driver
 from mori_shmem.settings import Snapshot
 
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-from mori_ep.plan import Plan
+from mori_ep.plan import Geometry, Plan
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import FP8_COMBINE_SCALE_DIM
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
@@ -64,6 +64,7 @@ class Runner:
             comm.core.record.address,
             comm.timeout_s,
             config.hidden_dim // scales if scales else _BLOCK_VALUES,
+            plan.few,
         )
         self._faults = Faults(comm)
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -121,9 +122,11 @@ class Runner:
 
     def dispatch(self, launch: DispatchLaunch, call: DispatchCall, phases: int = BOTH) -> None:
         """One kernel on the current stream."""
-        x, weights, scales, indices, replay, geometry = call
+        x, weights, scales, indices, replay, geometry, homeward = call
         again = None if replay is None else replay.disp_dest_tok_id_map
-        self._tokens = launch.launch(self._stream(), x, weights, scales, indices, again, geometry, phases)
+        self._tokens = launch.launch(
+            self._stream(), x, weights, scales, indices, again, geometry, phases, homeward
+        )
         self._last = launch
         self._since_combine += 1
 
@@ -224,6 +227,13 @@ class Runner:
         if self._experts is None:
             raise ArgumentError("rows by expert have to be laid out before they can be added up")
         self._experts.gather(packed, weights, into, self._stream())
+
+    def why_not_launch(self, geometry: Geometry) -> str | None:
+        """Blocks that wait for each other have to be resident together."""
+        resident = self._place.blocks
+        if geometry.blocks > resident:
+            return f"{geometry.blocks} blocks, of which {resident} are resident together on this rank's GPU"
+        return None
 
     def trace_steps(self, on: bool) -> list[tuple[str, int]]:
         """None: a call returns before its work is done."""

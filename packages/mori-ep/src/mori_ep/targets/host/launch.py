@@ -52,7 +52,7 @@ from mori_shmem.settings import Snapshot
 
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.layout import Layout
-from mori_ep.plan import Plan
+from mori_ep.plan import Geometry, Plan
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
 from mori_ep.targets.host.combine import MAX_HIDDEN, CombineLaunch, Combiner
@@ -149,6 +149,9 @@ class Runner:
 
     def combine_recv(self) -> None:
         self._combiner.receive()
+
+    def why_not_launch(self, geometry: Geometry) -> str | None:
+        return None  # there is no grid here
 
     def trace_steps(self, on: bool) -> list[tuple[str, int]]:
         ends, self._marks.ends, self._marks.on = self._marks.ends, [], on
