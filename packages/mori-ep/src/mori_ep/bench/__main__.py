@@ -160,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
         args.backend = backend_for(args.backend, world_size)
         configurations = configurations_from(args, world_size)
+        for sizes, choice in configurations:
+            _check(args.backend, sizes, choice, world_size)
         for path in filter(None, (args.json, args.trace)):
             if reason := why_not_writable(path):
                 raise ValueError(reason)
@@ -200,8 +202,6 @@ def configurations_from(args: argparse.Namespace, world_size: int) -> list[tuple
     combinations = itertools.product(*(getattr(args, name) for name in SWEPT))
     made = [_configuration(args, dict(zip(SWEPT, values, strict=True)), experts) for values in combinations]
     _check_nodes(args, [choice for _, choice in made], world_size)
-    for sizes, choice in made:
-        _check(args.backend, sizes, choice, world_size)
     return made
 
 
