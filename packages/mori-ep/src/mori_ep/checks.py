@@ -46,9 +46,12 @@ def check_by_hand(geometry: object) -> None:
     """Launch geometry by phase, or None."""
     if geometry is None:
         return
-    if not isinstance(geometry, Mapping) or not all(
-        phase in PHASES and isinstance(given, Geometry) for phase, given in geometry.items()
-    ):
+    unknown = sorted(map(str, set(geometry) - set(PHASES))) if isinstance(geometry, Mapping) else []
+    if unknown:
+        raise ArgumentError(
+            f"geometry has {', '.join(unknown)}: its keys are {', '.join(PHASES)}, one of them is needed"
+        )
+    if not isinstance(geometry, Mapping) or not all(isinstance(g, Geometry) for g in geometry.values()):
         raise ArgumentError(
             f"geometry is {described(geometry)}: a mapping from {' or '.join(PHASES)} to "
             "mori_ep.plan.Geometry is needed"
