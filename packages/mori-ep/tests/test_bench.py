@@ -86,6 +86,17 @@ def test_BE_1_a_broken_result_is_not_validated(fault: str, capfd: pytest.Capture
         ["--dtype", "fp8_e4m3", "--quant-type", "fp8_blockwise", "--routing", "hot-rank"],
         ["--dtype", "fp4", "--kernel-type", "IntraNodeLL", "--routing", "one-expert"],
         ["--dtype", "fp16", "--tokens", "0"],
+        ["--kernel-type", "InterNodeV1", "--nodes", "2", "--engine", "gloo", "--world-size", "4"],
+        [
+            "--kernel-type",
+            "InterNodeV1LL",
+            "--engine",
+            "gloo",
+            "--quant-type",
+            "fp8_blockwise",
+            "--topk",
+            "3",
+        ],
     ],
     ids=lambda options: options[1],
 )
@@ -129,6 +140,8 @@ def test_the_trial_checks_odd_shapes_halves_and_replays(kind: str, capfd: pytest
         (["--dtype", "fp8"], "'fp8': one of bf16"),
         (["--hidden", "0"], "0 is below 1"),
         (["--json", "/nowhere/x"], "no folder /nowhere"),
+        (["--dtype", "fp16", "--quant-type", "fp8_blockwise"], "fp8_blockwise is a transport for bfloat16"),
+        (["--kernel-type", "InterNode", "--quant-type", "fp4_blockwise"], "goes with IntraNode and"),
     ],
 )
 def test_PK_2_what_cannot_be_done_is_said_before_any_rank_starts(
@@ -140,9 +153,12 @@ def test_PK_2_what_cannot_be_done_is_said_before_any_rank_starts(
     assert words in capsys.readouterr().err
 
 
-def test_an_op_that_cannot_be_made_ends_the_bench_with_its_reason(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, "--dtype", "fp16", "--quant-type", "fp8_blockwise"]) == 2
-    assert "fp8_blockwise is a transport for bfloat16 rows" in capfd.readouterr().err
+def test_an_op_that_cannot_be_made_ends_the_bench_with_its_reason(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MORI_FP8_COMBINE_SCALE_DIM", "60000")
+    assert main([*QUICK, "--quant-type", "fp8_blockwise"]) == 2
+    assert "MORI_FP8_COMBINE_SCALE_DIM=60000 is too large" in capfd.readouterr().err
 
 
 def table(routing: str, tokens: int = 400, seed: int = 0) -> torch.Tensor:

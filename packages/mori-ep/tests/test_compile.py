@@ -1,6 +1,6 @@
 """Every variant of the cuda target's kernels, compiled as it will be, on any machine; what must hold of its
 machine
-code, and that both sides have the same arguments. (The kernels run in test_cuda_kernels.py, on a GPU.)
+code, and that both sides have the same arguments. (The kernels run in test_cuda_dispatch.py and its like.)
 """
 
 from __future__ import annotations

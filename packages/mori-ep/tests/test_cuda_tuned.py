@@ -3,29 +3,14 @@ results."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from cuda_node import BF16, CPU_BLOCKS, CPU_PACKET_TOKENS, Node, OnCpu, make_inputs, rounds, run_dispatches
 from mori_ep import tunable
 from mori_ep.grids import MOST_THREADS
 from mori_ep.plan import FewTokens, Geometry
 from mori_ep.targets.cuda import limits
 from mori_ep.tunable import TUNABLE
 from mori_tune import Candidate, Device, Problem
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_cuda_kernels import (
-    BF16,
-    CPU_BLOCKS,
-    CPU_PACKET_TOKENS,
-    Node,
-    OnCpu,
-    _kernels,  # noqa: F401 (a fixture)
-    make_inputs,
-    rounds,
-    run_dispatches,
-)
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -42,19 +42,19 @@ def dispatch(op: EpDispatchCombineOp, tokens: int = 16) -> tuple[Any, torch.Tens
 @every_kind
 def test_a_rank_that_does_not_come_is_named_with_flag_and_values(kind: str) -> None:
     def rank() -> None:
-        with mori_shmem.init(timeout_s=0.5) as comm:
+        with mori_shmem.init(timeout_s=2) as comm:  # also what ranks may take to meet, on a busy machine
             op = made(comm, kind)
             given, y = dispatch(op)
             op.combine(y, None, given.ids)
             comm.barrier()
             if comm.rank == 1:
-                time.sleep(1.5)
+                time.sleep(4)
                 return
             began = time.monotonic()
             words = f"rank {comm.rank} of 3, in wait for `entered` of dispatch 2: .*it is {1 << 32}.*rank 1"
             with pytest.raises(PeerTimeout, match=words) as late:
                 dispatch(op)
-            assert 0.4 < time.monotonic() - began < 3
+            assert 1.9 < time.monotonic() - began < 6
             assert late.value.peers == (1,)
             assert (late.value.seen, late.value.wanted) == (1 << 32, 2 << 32)
             with pytest.raises(MoriError, match="cannot be used any more"):

@@ -185,6 +185,47 @@ def test_sums_are_rounded_once_per_node_and_once_at_the_end() -> None:
     run_ranks(calls, 4, timeout_s=60)
 
 
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
+def test_quantised_sums_cross_nodes(nodes: int, per_node: int) -> None:
+    """Whole numbers up to 16 are e4m3fn as they are, so a direct cast loses nothing of them, and halves the
+    bytes between nodes; what else is lost stays within two quantisations. Weights are exact."""
+    world = nodes * per_node
+
+    def rank() -> None:
+        with join("gloo", per_node) as comm:
+            sent = {}
+            for quant in ("none", "fp8_direct_cast"):
+                config = config_for(comm, Kind.InterNodeV1, scale_dim=3, scale_type_size=4, quant_type=quant)
+                with EpDispatchCombineOp(config, comm) as op:
+                    engine, puts, sums = op._window.engine, [], op.layout.extra["partials_out"]
+
+                    def put(*to: int, then=engine.put_signal, puts=puts, sums=sums) -> None:
+                        if sums.offset_bytes <= to[2] < sums.end_bytes:
+                            puts.append(to[3])
+                        then(*to)
+
+                    engine.put_signal = put
+                    for call in range(3):
+                        pair(op, [brought(r, call, world) for r in range(world)], weights=call != 1)
+                    sent[quant] = sum(puts)
+            assert sent["fp8_direct_cast"] < 0.56 * sent["none"]
+            for quant in ("fp8_direct_cast", "fp8_blockwise"):
+                given = [brought(r, 5, world, 100) for r in range(world)]
+                for r, g in enumerate(given):
+                    g.x[:] = torch.randn(g.x.shape, generator=torch.Generator().manual_seed(r))
+                with EpDispatchCombineOp(config_for(comm, Kind.InterNodeV1LL, quant_type=quant), comm) as op:
+                    mine, want = given[comm.rank], reference.dispatch(given, EXPERTS_PER_RANK)
+                    rows, weights, *_ = op.dispatch(mine.x, mine.weights, None, mine.ids)
+                    out, told = op.combine(rows, weights, mine.ids)
+                    sums = reference.combine(given, want, [w.rows for w in want], EXPERTS_PER_RANK)
+                    loss = reference.rel_l2(out[:100].float(), sums[comm.rank].float())
+                    assert 5e-3 < loss < 5e-2
+                    sums = reference.combine(given, want, [w.weights for w in want], EXPERTS_PER_RANK)
+                    assert torch.equal(told[:100], sums[comm.rank])
+
+    run_ranks(rank, world)
+
+
 def test_many_pairs_back_to_back_with_ranks_that_drift() -> None:
     def calls() -> None:
         with join("gloo", 2) as comm, EpDispatchCombineOp(config_for(comm), comm) as op:
@@ -448,7 +489,8 @@ def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
         for more, words in (
             ({"kind": Kind.IntraNode}, "IntraNode reaches the ranks of one node"),
             ({"elastic": True}, "elastic=True"),
-            ({"quant_type": "fp8_direct_cast"}, "fp8_direct_cast"),
+            ({"quant_type": "fp4_blockwise"}, "fp4_blockwise goes with"),
+            ({"quant_type": "fp8_blockwise", "use_external_inp_buf": False}, "would be ignored"),
             ({"gpu_per_node": 2}, "gpu_per_node=2"),
         ):
             refused(
@@ -508,3 +550,32 @@ def test_PK_2_an_engine_that_is_not_installed_names_the_extra() -> None:
             comm.alloc(256)
 
     run_ranks(calls, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
+def test_P25_combines_that_differ_are_told_to_all_ranks_of_all_nodes(nodes: int, per_node: int) -> None:
+    """Rank 1 gives no weights, or has a smaller hidden size. With three nodes the last has no rows, so that
+    nobody but the others' words can tell it."""
+    world = nodes * per_node
+
+    def rank() -> None:
+        with join("gloo", per_node, timeout_s=20) as comm:
+            me, n = comm.rank, 5
+            x = torch.zeros(n, HIDDEN).bfloat16()
+            own = torch.full((n, TOPK), EXPERTS_PER_RANK * me, dtype=torch.int32)
+            if me == 2 and nodes == 3:
+                own[:] = -1
+            y = torch.zeros(world * n, HIDDEN).bfloat16()
+            weights = torch.ones(world * n, TOPK)
+            alone = nodes == 3 and me == 2
+            for rows, brought, words in (
+                (y, None if me == 1 or alone else weights, "weights"),
+                (y[:, :16].contiguous() if me == 1 else y, None, r"\[\*, (16|128)\]|of different kinds"),
+            ):
+                with EpDispatchCombineOp(config_for(comm, Kind.InterNodeV1), comm) as op:
+                    op.dispatch(x, None, None, own)
+                    with pytest.raises(CollectiveMismatch, match=words):
+                        op.combine(rows, brought, own)
+                    comm.barrier()
+
+    run_ranks(rank, world)

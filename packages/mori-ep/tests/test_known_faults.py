@@ -334,3 +334,33 @@ def test_P25_calls_that_differ_between_ranks_raise_on_all(kind: str) -> None:
                 op.combine(y, None, ids)
 
     on_ranks(2, body)
+
+
+@every_kind
+def test_P25_weights_on_some_ranks_only_are_told_to_all(kind: str) -> None:
+    """Also to a rank that has nothing to do with those that differ: else it waits for them in its next call.
+    What a rank without tokens, or without rows, does not give is no difference."""
+
+    def body(comm: mori_shmem.Communicator) -> None:
+        n, me = 4, comm.rank
+        x, y = torch.zeros(n, 64).bfloat16(), torch.zeros(12, 64).bfloat16()
+        own = torch.full((n, 8), 2 * me, dtype=torch.int32)  # all of a rank's tokens stay with it
+        for tokens, words in ((n, "with weights, rank 1 .* without weights"), (0, None)):
+            with made(comm, kind, hidden_dim=64, num_experts=6) as op:
+                k = tokens if me == 1 else n
+                op.dispatch(x[:k], None, None, own[:k])
+                weights = None if me == 1 else torch.ones(12, 8)
+                if words is None:
+                    out = op.combine(y, weights, own[:k])[1]
+                    assert (out is None) == (me == 1)
+                    continue
+                with pytest.raises(CollectiveMismatch, match=words):
+                    op.combine(y, weights, own[:k])
+        for k in (n, 0):  # of rank 2
+            with made(comm, kind, hidden_dim=64, num_experts=6) as op:
+                mine = k if me == 2 else n
+                weights = torch.ones(mine, 8) if me != 1 else None
+                with pytest.raises(CollectiveMismatch, match="weights is 1 on rank 0 and 0 on rank 1"):
+                    op.dispatch(x[:mine], weights, None, own[:mine])
+
+    on_ranks(3, body)

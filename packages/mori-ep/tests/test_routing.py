@@ -85,7 +85,8 @@ def test_replays_of_different_dispatches_raise_on_all_ranks() -> None:
                     given = fixture(comm.rank, 8, TOPK, EXPERTS, HIDDEN)
                     given.ids[: 3 * batch] = -1
                     handles.append(op.dispatch(given.x, None, None, given.ids, return_routing=True)[-1])
-                with pytest.raises(CollectiveMismatch, match="all must replay the same dispatch"):
+                words = "replay is of dispatch 1 on rank 0 and of dispatch 2 on rank 1"
+                with pytest.raises(CollectiveMismatch, match=words):
                     op.dispatch(given.x, None, None, given.ids, routing=handles[comm.rank])
             with made(comm, "IntraNode") as op:
                 *_, handle = op.dispatch(given.x, None, None, given.ids, return_routing=True)

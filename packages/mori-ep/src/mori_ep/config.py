@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from mori_shmem.errors import UnsupportedShape
+from mori_shmem.errors import ArgumentError, UnsupportedShape
 
 if TYPE_CHECKING:
     import mori_shmem
@@ -76,7 +76,15 @@ class EpDispatchCombineConfig:
         **more: Any,
     ) -> EpDispatchCombineConfig:
         """The configuration of one op for the ranks of a communicator; `more` are fields of the class."""
-        if num_experts < 1 or num_experts % comm.world_size:
+        from mori_ep.arguments import check_dtype
+
+        if type(getattr(comm, "world_size", None)) is not int:
+            raise ArgumentError(
+                f"comm={comm!r}: a communicator is needed, of mori_shmem.init or internode.join"
+            )
+        check_dtype("data_type", data_type)
+        _check_whole("num_experts", num_experts, 1)
+        if num_experts % comm.world_size:
             raise UnsupportedShape(
                 f"num_experts={num_experts} cannot be shared out evenly among {comm.world_size} ranks: a "
                 "multiple of the number of ranks is needed"
@@ -141,9 +149,8 @@ class EpDispatchCombineConfig:
     def check(self) -> None:
         """Raise UnsupportedShape, with the value, for what no target could do."""
         for name, low in _WHOLE.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < low:
-                raise UnsupportedShape(f"{name}={value!r}: a whole number of at least {low} is needed")
+            _check_whole(name, getattr(self, name), low)
+        self._check_kinds()
         if self.rank >= self.world_size:
             raise UnsupportedShape(f"rank={self.rank}: ranks are 0..{self.world_size - 1}")
         if self.num_experts_per_token > MAX_TOPK:
@@ -160,7 +167,26 @@ class EpDispatchCombineConfig:
                 f"need "
                 f"map entries up to {self.null_position}, and they are int32: use fewer tokens per call"
             )
-        self.kernel_type = EpDispatchCombineKernelType(self.kernel_type)
+
+    def _check_kinds(self) -> None:
+        """The fields that are no numbers. Flags and the kernel type may have come as numbers."""
+        from mori_ep.arguments import check_dtype, check_flag
+
+        check_dtype("data_type", self.data_type)
+        for name in ("dispatch_dtype", "combine_dtype"):
+            if getattr(self, name) is not None:
+                check_dtype(name, getattr(self, name))
+        self.use_external_inp_buf = check_flag("use_external_inp_buf", self.use_external_inp_buf)
+        self.elastic = check_flag("elastic", self.elastic)
+        kind: object = self.kernel_type
+        if (
+            not isinstance(kind, int)
+            or isinstance(kind, bool)
+            or kind not in list(EpDispatchCombineKernelType)
+        ):
+            kinds = ", ".join(kind.name for kind in EpDispatchCombineKernelType)
+            raise UnsupportedShape(f"kernel_type={kind!r}: an EpDispatchCombineKernelType, one of {kinds}")
+        self.kernel_type = EpDispatchCombineKernelType(kind)
 
     def compared(self) -> dict[str, object]:
         """The fields that must be equal on all ranks, as values that travel."""
@@ -184,6 +210,11 @@ _WHOLE = {
     "rdma_block_num": 0,
     "num_qp_per_pe": 1,
 }
+
+
+def _check_whole(name: str, value: object, low: int) -> None:
+    if type(value) is not int or value < low:
+        raise UnsupportedShape(f"{name}={value!r}: a whole number of at least {low} is needed")
 
 
 def _plain(value: object) -> object:

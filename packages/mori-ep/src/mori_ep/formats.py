@@ -31,8 +31,11 @@ def names(dtypes: object) -> str:
 
 def header_text(field: str, value: int) -> str:
     """A field of a dispatch's header (layout.HEADER) as errors name it."""
-    known = field == "dtype" and value in DTYPES
-    return names([DTYPES[value]]) if known else str(value)
+    if field == "dtype" and value in DTYPES:
+        return names([DTYPES[value]])
+    if field == "replay":
+        return "none" if not value else f"of dispatch {value}" if value > 0 else "of an unknown dispatch"
+    return str(value)
 
 
 def combine_dtype_for(data_type: torch.dtype) -> torch.dtype:

@@ -17,7 +17,10 @@ import weakref
 from collections.abc import MutableMapping
 
 import torch
+from mori_shmem.errors import ArgumentError
 
+from mori_ep import checks
+from mori_ep.arguments import check_rows, check_tensor, described
 from mori_ep.formats import CODES, DTYPES
 from mori_ep.op import EpDispatchCombineOp
 
@@ -34,6 +37,9 @@ def dispatch(
     indices: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """op.dispatch as new tensors. Collective; the caller keeps `op` alive."""
+    if not torch.compiler.is_compiling():  # there, operators are refused when they run
+        _check_op(op)
+        checks.dispatch_shape(op.config, op.comm.device, x, weights, scales, indices)
     # As bytes, since torch's own check of operators cannot compare 8-bit floats.
     rows, out_weights, out_scales, ids, count = _dispatch(
         x.view(torch.uint8),
@@ -57,15 +63,29 @@ def combine(
     after: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """op.combine as new tensors of this rank's n tokens. Collective."""
+    if not torch.compiler.is_compiling():
+        _check_op(op)
+        check_rows("y", y, op.comm.device)
+        checks.check_combine_dtype(op.config, op.dispatch_dtype, y.dtype)
+        check_rows("indices", indices, op.comm.device)
+        for name, given in (("weights", weights), ("after", after)):
+            if given is not None:
+                check_tensor(name, given, op.comm.device)
     out, out_weights = _combine(
         y.view(torch.uint8), weights, indices, CODES[y.dtype], y.shape[1], handle_of(op), after
     )
     return out.view(y.dtype), None if weights is None else out_weights
 
 
+def _check_op(op: object) -> None:
+    if not isinstance(op, EpDispatchCombineOp):
+        raise ArgumentError(f"op is {described(op)}: an EpDispatchCombineOp is needed")
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def handle_of(op: EpDispatchCombineOp) -> int:
     """The number by which the operators find their op: compilers pass numbers, not objects."""
+    _check_op(op)
     if op not in _handles:
         _handles[op] = next(_numbers)
         _ops[_handles[op]] = op

@@ -34,6 +34,14 @@ import torch
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError, UnsupportedShape
 
 from mori_ep import checks, formats
+from mori_ep.arguments import (
+    check_dtype,
+    check_flag,
+    check_geometry_options,
+    check_index,
+    check_whole,
+    described,
+)
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.plan import PLANNED, Geometry
 from mori_ep.routing import EpDispatchRoutingHandle
@@ -96,6 +104,8 @@ class EpDispatchCombineOp:
         geometry  by phase ("dispatch", "combine"): launched so, and no tuned rule is looked up; equal on all
                   ranks. {}: as the target plans it
         """
+        checks.check_made_of(config, comm)
+        checks.check_by_hand(geometry)
         config.check()
         self.config = config
         self._by_hand = geometry
@@ -179,20 +189,21 @@ class EpDispatchCombineOp:
         indices  # [n, k] int32: global expert ids; -1, or any id that no rank has: the slot goes nowhere
         routing  # a handle: rows go where they went in that dispatch, which had the same n (all ranks replay)
         """
-        self._turns["dispatch"].check()
-        checks.check_handle(routing, self._number)
-        shape = self._dispatch_shape(input, weights, scales, indices)
-        if self._checks_ids:
-            checks.check_ids(self.config, indices)
+        if call_local_expert_count is not False or return_routing is not False:
+            checks.check_options(
+                call_local_expert_count=call_local_expert_count, return_routing=return_routing
+            )
+            checks.check_keeps_routing(self.config, bool(return_routing))
+        asked = (block_num, rdma_block_num, warp_per_block)
+        shape = self._dispatch_shape("dispatch", input, weights, scales, indices, asked, routing)
         n: int = input.shape[0]
-        checks.check_replay(routing, n)
         with self._turns["dispatch"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
-            geometry = prepared.geometry(n, (block_num, rdma_block_num, warp_per_block))
+            geometry = prepared.geometry(n, asked)
             call = DispatchCall(input, weights, scales, indices, routing, geometry, self._homeward(n))
             self._begin_dispatch()
             self._runner.dispatch(prepared.launch, call)
-            self._num_tokens = n
+            self._num_tokens = input.shape[0]
             if call_local_expert_count:
                 self._runner.count_experts(self.local_expert_count)
             handle = self._routing() if return_routing else routing
@@ -215,14 +226,12 @@ class EpDispatchCombineOp:
 
         Only AsyncLL has two halves; with the other kernel types this is all of it.
         """
-        self._turns["dispatch_send"].check()
-        shape = self._dispatch_shape(input, weights, scales, indices)
-        if self._checks_ids:
-            checks.check_ids(self.config, indices)
+        asked = (block_num, rdma_block_num, warp_per_block)
+        shape = self._dispatch_shape("dispatch_send", input, weights, scales, indices, asked, None)
         n: int = input.shape[0]
         with self._turns["dispatch_send"]:
             prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
-            geometry = prepared.geometry(n, (block_num, rdma_block_num, warp_per_block))
+            geometry = prepared.geometry(n, asked)
             call = DispatchCall(input, weights, scales, indices, None, geometry, self._homeward(n))
             self._begin_dispatch()
             self._runner.dispatch_send(prepared.launch, call)
@@ -235,6 +244,7 @@ class EpDispatchCombineOp:
         self, block_num: int = -1, warp_per_block: int = -1, call_local_expert_count: bool = False
     ) -> None:
         """The half that waits. It goes by what the send was given; nothing is passed again."""
+        checks.check_options((block_num, -1, warp_per_block), call_local_expert_count=call_local_expert_count)
         with self._turns["dispatch_recv"]:
             self._half = None
             self._runner.dispatch_recv()
@@ -266,13 +276,10 @@ class EpDispatchCombineOp:
         use_external_inp_buf  # 0: `input` is the registered buffer (zero copy); -1: as configured
         routing  # the handle of the dispatch that this belongs to; without it, the last dispatch
         """
-        shape, call = self._combine_call("combine", input, weights, indices, use_external_inp_buf, routing)
-        with self._turns["combine"]:
-            prepared = self._combines.get(shape) or self._prepare_combine(shape)
-            asked = (block_num, rdma_block_num, warp_per_block)
-            self._runner.combine(prepared.launch, self._launched(call, prepared, asked))
-        results: Combined = prepared.results or self._combine_views(shape)
-        return results
+        if call_reset is not False:
+            checks.check_options(call_reset=call_reset)
+        asked = (block_num, rdma_block_num, warp_per_block)
+        return self._combine("combine", input, weights, indices, asked, use_external_inp_buf, routing)
 
     def combine_send(
         self,
@@ -285,17 +292,12 @@ class EpDispatchCombineOp:
         use_external_inp_buf: int = -1,
     ) -> Combined:
         """The half of `combine` that waits for nobody."""
-        shape, call = self._combine_call("combine_send", input, weights, indices, use_external_inp_buf, None)
-        with self._turns["combine_send"]:
-            prepared = self._combines.get(shape) or self._prepare_combine(shape)
-            asked = (block_num, rdma_block_num, warp_per_block)
-            self._runner.combine_send(prepared.launch, self._launched(call, prepared, asked))
-            self._half = "combine_recv"
-        results: Combined = prepared.results or self._combine_views(shape)
-        return results
+        asked = (block_num, rdma_block_num, warp_per_block)
+        return self._combine("combine_send", input, weights, indices, asked, use_external_inp_buf, None)
 
     def combine_recv(self, block_num: int = -1, warp_per_block: int = -1) -> None:
         """The half that waits, with the shape of its send."""
+        checks.check_options((block_num, -1, warp_per_block))
         with self._turns["combine_recv"]:
             self._half = None
             self._runner.combine_recv()
@@ -307,7 +309,7 @@ class EpDispatchCombineOp:
         self._check_usable()
         hidden = self.config.hidden_dim if hidden_dim == -1 else hidden_dim
         checks.check_combine_dtype(self.config, self.dispatch_dtype, dtype)
-        checks.check_hidden(self.config, hidden, dtype)
+        checks.check_hidden(self.config, hidden, dtype, "the buffer")
         return self._runner.view("y", (self.config.recv_capacity, hidden), dtype)
 
     # ---- rows by expert ----
@@ -362,6 +364,7 @@ class EpDispatchCombineOp:
     ) -> Packed:
         """The rows of the last dispatch, laid out by expert: the tensors are those that it returned. With its
         scales, theirs are in `packed_recv_scales`. Between the halves of a dispatch: what will be filled."""
+        check_geometry_options(geometry)
         return self._packed(dispatch_out_x, dispatch_out_topk_idx, dispatch_out_scales)
 
     def convert_combine_input(
@@ -377,10 +380,8 @@ class EpDispatchCombineOp:
         use_external_inp_buf=0. Every expert's row is multiplied by its slot in `weights`, those that dispatch
         returned; without them rows are added as they are."""
         self._check_usable()
-        if packed_recv_x.dim() != 3:
-            raise ArgumentError(
-                f"packed_recv_x is {tuple(packed_recv_x.shape)}: [experts, rows, hidden] is needed"
-            )
+        check_geometry_options(geometry)
+        checks.check_packed(self.config, self.comm.device, packed_recv_x)
         if weights is not None:
             checks.check_factors(self.config, self.comm.device, weights, self._spread_rows)
         into = self.get_registered_combine_input_buffer(packed_recv_x.dtype, packed_recv_x.shape[2])
@@ -418,8 +419,9 @@ class EpDispatchCombineOp:
 
     def decode_send_flat_idx(self, position: int) -> tuple[int, int]:
         """(source rank, source token) of such a number."""
-        stride = self.config.position_stride
-        return int(position) // stride, int(position) % stride
+        return divmod(
+            check_index("position", position, self.config.null_position - 1), self.config.position_stride
+        )
 
     # ---- ranks that are left out ----
 
@@ -430,11 +432,10 @@ class EpDispatchCombineOp:
         self._check_elastic()
         if type(rank) is not int or not 0 <= rank < self.config.world_size or rank == self.config.rank:
             raise ArgumentError(
-                f"rank {rank!r} cannot be masked here: ranks are 0..{self.config.world_size - 1}, and this "
-                f"is "
-                f"rank {self.config.rank}"
+                f"rank={described(rank)} cannot be masked here: allowed are ranks from 0 to "
+                f"{self.config.world_size - 1}, but for this one, {self.config.rank}"
             )
-        self._runner.set_masked(rank, masked)
+        self._runner.set_masked(rank, check_flag("masked", masked))
 
     def query_mask(self) -> torch.Tensor:
         """[world_size] int32: 1 for each rank that is left out."""
@@ -461,11 +462,16 @@ class EpDispatchCombineOp:
     ) -> Decision | None:
         """The tuned rule for calls of this phase ("dispatch", "combine") and dtype, or why there is none;
         None where nothing is tuned. Without `hidden` and `zero_copy` as configured."""
-        if phase not in self._dtypes:
-            raise ArgumentError(f"phase {phase!r}: dispatch or combine")
+        if phase not in checks.PHASES:
+            raise ArgumentError(f"phase={described(phase)}: one of {', '.join(checks.PHASES)}")
         config = self.config
+        check_dtype("dtype", dtype)
+        check_whole("tokens", tokens, 0)
+        if hidden is not None:
+            check_whole("hidden", hidden, 1)
         if zero_copy is None:
             zero_copy = not config.use_external_inp_buf
+        check_flag("zero_copy", zero_copy)
         return self.rules.decision(
             phase, dtype, tokens=tokens, hidden=hidden or config.hidden_dim, zero_copy=zero_copy
         )
@@ -475,6 +481,7 @@ class EpDispatchCombineOp:
         made with `geometry`, on a target that chooses call by call; its memory is that of the first
         geometry."""
         self._check_usable()
+        checks.check_by_hand(geometry)
         self.rules.take(geometry)
         self._homeward = self.rules.homeward()
         self._dispatches = {
@@ -488,6 +495,8 @@ class EpDispatchCombineOp:
 
     def check_due(self, what: str) -> None:
         """Raise what the call of this name would, if the op is closed or broken or another call is due."""
+        if what not in CALLS:
+            raise ArgumentError(f"{described(what)} is no call of an op: one of {', '.join(CALLS)} is needed")
         self._turns[what].check()
 
     def reset(self) -> None:
@@ -527,20 +536,29 @@ class EpDispatchCombineOp:
         handle.op_number = self._number
         return handle
 
-    def _combine_call(
+    def _combine(
         self,
         what: str,
         input: torch.Tensor,
         weights: torch.Tensor | None,
         indices: torch.Tensor,
+        asked: tuple[int, int, int],
         use_external_inp_buf: int,
         routing: EpDispatchRoutingHandle | None,
-    ) -> tuple[CombineShape, CombineCall]:
-        self._turns[what].check()
-        checks.check_handle(routing, self._number)
-        external = self.config.use_external_inp_buf if use_external_inp_buf == -1 else use_external_inp_buf
-        num_tokens = self._num_tokens if routing is None else routing.cur_rank_num_token
-        kinds = (num_tokens, external, *map(checks.kind_of, (input, weights, indices)))
+    ) -> Combined:
+        """A whole combine, or its first half."""
+        turn = self._turns[what]
+        turn.check()
+        if asked != _UNASKED:
+            checks.check_options(asked)
+        num_tokens = self._num_tokens
+        if routing is not None:
+            checks.check_handle(routing, self._number, self.config, self.comm.device)
+            num_tokens = routing.cur_rank_num_token
+        external = self.config.use_external_inp_buf
+        if type(use_external_inp_buf) is not int or use_external_inp_buf != -1:
+            external = checks.check_external(use_external_inp_buf)
+        kinds = checks.combine_kinds(num_tokens, external, input, weights, indices)
         shape = self._combine_kinds.get(kinds)
         if shape is None:
             shape = checks.combine_shape(
@@ -548,7 +566,17 @@ class EpDispatchCombineOp:
             )
             checks.check_combine_dtype(self.config, self.dispatch_dtype, shape.dtype)
             _remember(self._combine_kinds, kinds, shape)
-        return shape, CombineCall(input, weights if shape.weights else None, num_tokens, routing)
+        call = CombineCall(input, weights if shape.weights else None, num_tokens, routing)
+        with turn:
+            prepared = self._combines.get(shape) or self._prepare_combine(shape)
+            call = self._launched(call, prepared, asked)
+            if what == "combine":
+                self._runner.combine(prepared.launch, call)
+            else:
+                self._runner.combine_send(prepared.launch, call)
+                self._half = "combine_recv"
+        results: Combined = prepared.results or self._combine_views(shape)
+        return results
 
     def _launched(self, call: CombineCall, prepared: _Prepared, asked: tuple[int, int, int]) -> CombineCall:
         """With blocks and warps of the rule for this call, and the way home that its dispatch has told."""
@@ -563,18 +591,29 @@ class EpDispatchCombineOp:
 
     def _dispatch_shape(
         self,
+        what: str,
         input: torch.Tensor,
         weights: torch.Tensor | None,
         scales: torch.Tensor | None,
         indices: torch.Tensor,
+        asked: tuple[int, int, int],
+        routing: EpDispatchRoutingHandle | None,
     ) -> DispatchShape:
         """The shape of a dispatch, checked unless its like has been before."""
-        kind_of = checks.kind_of
-        kinds = (kind_of(input), kind_of(weights), kind_of(scales), kind_of(indices))
+        self._turns[what].check()
+        if asked != _UNASKED:
+            checks.check_options(asked)
+        if routing is not None:
+            checks.check_handle(routing, self._number, self.config, self.comm.device)
+        kinds = checks.dispatch_kinds(input, weights, scales, indices)
         shape = self._dispatch_kinds.get(kinds)
         if shape is None:
             shape = checks.dispatch_shape(self.config, self.comm.device, input, weights, scales, indices)
             _remember(self._dispatch_kinds, kinds, shape)
+        if self._checks_ids:
+            checks.check_ids(self.config, indices)
+        if routing is not None:
+            checks.check_replay(routing, input.shape[0])
         return shape
 
     def _prepare_dispatch(self, shape: DispatchShape) -> _Prepared:

@@ -25,6 +25,7 @@ class EpDispatchRoutingHandle:
     sent_per_rank: torch.Tensor  # [world_size] int32: rows sent to each rank
     first_rows: torch.Tensor  # [world_size] int32: where they start there
     cur_rank_num_token: int
+    dispatch: int = 0  # its number in the op, by which ranks see that they replay the same; 0: not told
     op_number: int = 0  # of the op that made it; its maps mean nothing to another
     inter_node_disp_send_map: torch.Tensor | None = None  # [n, nodes] int32, across nodes only
     inter_node_disp_dest_tok_id_map: torch.Tensor | None = None  # [nodes * max tokens, k] int32

@@ -37,11 +37,11 @@ class Turn:
                 "other, "
                 "in the same order on every rank; use one op per thread"
             )
-        try:
-            self.check()
-        except BaseException:
-            op._lock.release()
-            raise
+        if op._closed or op._broken is not None or op._half != self._due:
+            try:
+                self.check()  # which raises
+            finally:
+                op._lock.release()
         if op.trace is not None:
             self._began_ns = time.monotonic_ns()
             op._runner.trace_steps(True)
@@ -49,7 +49,8 @@ class Turn:
     def check(self) -> None:
         """The op can be used, and this is the call that is due."""
         op = self._op
-        op._check_usable()
+        if op._closed or op._broken is not None:
+            op._check_usable()
         if op._half != self._due:
             raise ArgumentError(
                 f"{self._what} was called where {op._half or 'a send or a full call'} is due: the second "
@@ -59,12 +60,12 @@ class Turn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._op.trace is not None:
-            self._record(self._op.trace)
-        refused = isinstance(error, ArgumentError) or self._op.config.elastic
-        if error is not None and not refused:
-            self._op._broken = error
-        self._op._lock.release()
+        op = self._op
+        if op.trace is not None:
+            self._record(op.trace)
+        if error is not None and not (isinstance(error, ArgumentError) or op.config.elastic):
+            op._broken = error
+        op._lock.release()
 
     def _record(self, trace: Trace) -> None:
         """The call, and the steps that the target tells of, one after the other."""

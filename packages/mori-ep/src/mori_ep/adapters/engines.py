@@ -12,8 +12,10 @@ from typing import Any
 
 import mori_shmem
 import torch
-from mori_shmem.errors import MoriError
+from mori_shmem.errors import ArgumentError, MoriError
 
+from mori_ep import checks
+from mori_ep.arguments import check_flag, described
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_ep.op import EpDispatchCombineOp
 from mori_ep.routing import EpDispatchRoutingHandle
@@ -28,8 +30,17 @@ def shmem_torch_process_group_init(group_name: str) -> int:
     global _group, _comm
     from torch._C._distributed_c10d import _resolve_process_group
 
+    if not isinstance(group_name, str):
+        raise ArgumentError(f"group_name is {described(group_name)}: the name of a process group is needed")
+    try:
+        found = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError) as error:
+        raise ArgumentError(
+            f"no process group is registered under group_name={group_name!r} ({str(error).splitlines()[0]}): "
+            "it is needed first, from torch._C._distributed_c10d._register_process_group"
+        ) from None
     shmem_finalize()
-    _group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    _group = found
     return 0
 
 
@@ -79,6 +90,8 @@ class EngineOp(EpDispatchCombineOp):
     """An op as engines make it and call it."""
 
     def __init__(self, config: EpDispatchCombineConfig) -> None:
+        checks.check_made_of(config, None)
+        config.check()
         comm = None if _group is None else _communicator(config)
         own = comm if config.kernel_type.across_nodes else None
         try:
@@ -102,7 +115,7 @@ class EngineOp(EpDispatchCombineOp):
     ) -> Any:
         """Engines that may call this or dispatch pass both the same arguments. What is counted is only known
         to the other half: it counts if either is told to."""
-        self._count_wanted = call_local_expert_count
+        self._count_wanted = check_flag("call_local_expert_count", call_local_expert_count)
         return super().dispatch_send(
             input, weights, scales, indices, block_num, rdma_block_num, warp_per_block
         )

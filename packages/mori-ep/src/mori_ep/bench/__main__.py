@@ -5,6 +5,8 @@
     mori-ep-bench bench --tokens 8 --kernel-type IntraNodeLL --dtype fp8_e4m3 --routing zipf
     mori-ep-bench test                                  many calls of odd shapes, checked and not timed
     mori-ep-bench sweep --tokens 1,8,64 --kernel-type IntraNode,IntraNodeLL
+    mori-ep-bench --kernel-type InterNodeV1 --nodes 2 --engine gloo
+                                                        ranks of this machine that stand for two nodes
     torchrun --nproc_per_node=2 -m mori_ep.bench        with ranks that somebody else starts
 
 The last line is `validated`, and the exit status 0, only if every configuration was compared with the
@@ -14,6 +16,7 @@ reference in this run and passed; 1 if one did not pass, 2 if nothing could be m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
@@ -29,12 +32,11 @@ from mori_tune.settings import settings
 from mori_ep.config import QUANT_TYPES, EpDispatchCombineKernelType
 
 if TYPE_CHECKING:
-    import mori_shmem
-
     from mori_ep.bench.inputs import Sizes
     from mori_ep.bench.run import Choice
 
 DEFAULT_WORLD_SIZE = 4
+ENGINES = ("nixl", "gloo")
 DTYPES = {  # by the names that are usual
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -109,6 +111,15 @@ def parser() -> argparse.ArgumentParser:
         "--num-qp", type=_list(at_least(1)), default=[1], help="copy queues per peer (AsyncLL)"
     )
     group.add_argument(
+        "--nodes",
+        type=at_least(1),
+        help="for InterNode kinds: nodes that the ranks are on, or that this machine stands for (default: "
+        "torchrun's, else 2)",
+    )
+    group.add_argument(
+        "--engine", choices=ENGINES, help="between nodes (default: MORI_EP_INTERNODE_ENGINE, or nixl)"
+    )
+    group.add_argument(
         "--routing",
         default="uniform",
         metavar="HOW",
@@ -149,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
         args.backend = backend_for(args.backend, world_size)
         configurations = configurations_from(args, world_size)
+        for sizes, choice in configurations:
+            _check(args.backend, sizes, choice, world_size)
         for path in filter(None, (args.json, args.trace)):
             if reason := why_not_writable(path):
                 raise ValueError(reason)
@@ -187,7 +200,43 @@ def configurations_from(args: argparse.Namespace, world_size: int) -> list[tuple
     if experts % world_size:
         raise ValueError(f"--experts {experts} cannot be shared out evenly among {world_size} ranks")
     combinations = itertools.product(*(getattr(args, name) for name in SWEPT))
-    return [_configuration(args, dict(zip(SWEPT, values, strict=True)), experts) for values in combinations]
+    made = [_configuration(args, dict(zip(SWEPT, values, strict=True)), experts) for values in combinations]
+    _check_nodes(args, [choice for _, choice in made], world_size)
+    return made
+
+
+def _check_nodes(args: argparse.Namespace, choices: list[Choice], world_size: int) -> None:
+    across = any(choice.across_nodes for choice in choices)
+    for option in ("nodes", "engine"):
+        if getattr(args, option) and not across:
+            raise ValueError(f"--{option} {getattr(args, option)}: only with --kernel-type InterNode*")
+    if across and world_size % nodes_of(args):
+        raise ValueError(
+            f"--nodes {nodes_of(args)}: {world_size} ranks cannot be shared out evenly among them"
+        )
+
+
+def nodes_of(args: argparse.Namespace) -> int:
+    """Nodes that the ranks are on."""
+    if args.nodes:
+        return int(args.nodes)
+    if mori_bench.launched() is not None and "LOCAL_WORLD_SIZE" in os.environ:
+        return max(1, int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]))
+    return 2
+
+
+def _check(backend: str, sizes: Sizes, choice: Choice, world_size: int) -> None:
+    """Raise what an op of these sizes would, before ranks are started."""
+    from types import SimpleNamespace
+
+    from mori_ep import checks
+    from mori_ep.bench.run import make_config
+    from mori_ep.targets import target_for
+
+    config = make_config(SimpleNamespace(rank=0, world_size=world_size), sizes, choice)
+    config.check()
+    target = target_for("internode" if choice.across_nodes else backend)
+    checks.check_triple(target, config, sizes.dtype, sizes.combine_dtype)
 
 
 def _configuration(args: argparse.Namespace, values: dict[str, Any], experts: int) -> tuple[Sizes, Choice]:
@@ -219,6 +268,8 @@ def _configuration(args: argparse.Namespace, values: dict[str, Any], experts: in
         warmup=args.warmup,
         compare=not args.no_compare,
         fault=args.fault,
+        nodes=nodes_of(args),
+        engine=args.engine,
     )
     return sizes, choice
 
@@ -234,17 +285,17 @@ def _run(args: argparse.Namespace, configurations: list[tuple[Sizes, Choice]], w
 
 def rank_main(args: argparse.Namespace, configurations: list[tuple[Sizes, Choice]]) -> int:
     """One rank's exit status; rank 0 prints."""
-    import mori_shmem
     import torch.distributed as dist
 
-    with mori_shmem.init(args.backend) as comm:
+    with _Ranks(args) as ranks:
         if args.command == "test":
             from mori_ep.bench.trial import trial
 
-            right = trial(comm, *configurations[0])
+            sizes, choice = configurations[0]
+            right = trial(ranks.joined(choice), sizes, choice)
         else:
-            right = _measure_all(comm, args, configurations)
-        rank = comm.rank
+            right = _measure_all(ranks, args, configurations)
+        rank = ranks.rank
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank == 0:
@@ -252,14 +303,46 @@ def rank_main(args: argparse.Namespace, configurations: list[tuple[Sizes, Choice
     return 0 if right else 1
 
 
-def _measure_all(
-    comm: mori_shmem.Communicator, args: argparse.Namespace, configurations: list[tuple[Sizes, Choice]]
-) -> bool:
+class _Ranks(contextlib.ExitStack):
+    """The communicators of this process: inside a node, across nodes; made when first needed."""
+
+    rank = 0
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self._args = args
+        self._made: dict[bool, Any] = {}
+
+    def joined(self, choice: Choice) -> Any:
+        if choice.across_nodes not in self._made:
+            self._made[choice.across_nodes] = comm = self.enter_context(self._join(choice))
+            self.rank = comm.rank
+        return self._made[choice.across_nodes]
+
+    def _join(self, choice: Choice) -> Any:
+        import mori_shmem
+
+        if not choice.across_nodes:
+            return mori_shmem.init(self._args.backend)
+        from mori_ep import internode
+
+        launched = mori_bench.launched()
+        assert launched is not None
+        return internode.join(
+            ranks_per_node=launched.world_size // choice.nodes,
+            backend=self._args.backend,
+            engine=choice.engine,
+            name="mori-ep-bench",
+        )
+
+
+def _measure_all(ranks: _Ranks, args: argparse.Namespace, configurations: list[tuple[Sizes, Choice]]) -> bool:
     from mori_ep.bench.report import print_found, results
     from mori_ep.bench.run import run
 
     right = True
     for index, (sizes, choice) in enumerate(configurations):
+        comm = ranks.joined(choice)
         found = run(comm, sizes, choice)
         right = right and found.validated
         if comm.rank == 0:

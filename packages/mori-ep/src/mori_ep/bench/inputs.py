@@ -104,23 +104,35 @@ def sum_over_slots(weights: torch.Tensor) -> torch.Tensor:
 
 def answer(given: Given, config: EpDispatchCombineConfig, dtype: torch.dtype) -> torch.Tensor:
     """What combine must give for this rank's tokens, with the rounding that the experts' own rows have; on
-    the device of `given`."""
+    the device of `given`. Across nodes every node adds up its ranks' rows first, and rounds, and then the
+    nodes' sums are added."""
     n, device = given.x.shape[0], given.x.device
     positions = torch.arange(n, device=device) + given.rank * config.position_stride
     x, per_rank = values(given.x, positions), config.num_experts_per_rank
+    ranks_a_node = config.gpu_per_node if config.kernel_type.across_nodes else config.world_size
     owner = torch.where(given.ids >= 0, given.ids, -per_rank).div(per_rank, rounding_mode="floor")
-    total = torch.zeros(n, given.x.shape[1], device=device)
-    named = torch.zeros(n, config.world_size, dtype=torch.bool, device=device)
-    for slot in range(given.ids.shape[1]):  # in the order in which combine adds
-        for rank in range(config.world_size):
-            first = (owner[:, slot] == rank) & ~named[:, rank]
-            if not bool(first.any()):
-                continue
+    node_of = owner.div(ranks_a_node, rounding_mode="floor")
+    sums = {}
+    for node in range(config.world_size // ranks_a_node):
+        rows = {}
+        for rank in range(node * ranks_a_node, (node + 1) * ranks_a_node):
             weight = sum_over_slots(given.weights * (owner == rank))
-            row = reference.rounded(x * weight, dtype).float()
+            rows[rank] = reference.rounded(x * weight, dtype).float()
+        sums[node] = reference.rounded(_added(owner, rows), dtype).float()
+    return reference.rounded(_added(node_of, sums), dtype)
+
+
+def _added(names: torch.Tensor, rows: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The sum of the rows that a token's slots name [n, k], each once, in the order of the slots."""
+    n, device = len(names), names.device
+    total = torch.zeros(n, next(iter(rows.values())).shape[1], device=device)
+    named = {name: torch.zeros(n, dtype=torch.bool, device=device) for name in rows}
+    for slot in range(names.shape[1]):
+        for name, row in rows.items():
+            first = (names[:, slot] == name) & ~named[name]
             total[first] += row[first]
-            named[first, rank] = True
-    return reference.rounded(total, dtype)
+            named[name] |= first
+    return total
 
 
 def received_rows(

@@ -10,6 +10,10 @@ import mori_bench
 from mori_ep.bench.run import VIEWS_ANEW, Found
 from mori_ep.formats import names
 
+ACROSS = (
+    "node   one row per (token, node), own node included, over the time: the usual figure between nodes, of "
+    "which (nodes - 1) / nodes crosses with uniform routing",
+)
 DEFINITIONS = (
     "xgmi   payload of all rows received (a rank's own included) over the time: the usual figure inside a "
     "node",
@@ -20,7 +24,7 @@ DEFINITIONS = (
 )
 COLUMNS = (
     *("case", "time_us", "spread_pct", "enqueue_us", "wall_us", "device_us"),
-    *("xgmi_GBps", "remote_GBps", "ll_GBps", "marks"),
+    *("xgmi_GBps", "remote_GBps", "ll_GBps", "node_GBps", "marks"),
 )
 
 
@@ -30,8 +34,8 @@ def print_found(found: Found, *, picture: bool) -> None:
     print(
         f"{sizes.tokens} tokens x {sizes.hidden}, top-{sizes.topk} of {sizes.experts} experts "
         f"({sizes.routing}), "
-        f"{found.world_size} ranks, {choice.kernel_type}, dispatch {names([sizes.dtype])}, combine "
-        f"{names([sizes.combine_dtype])} ({choice.quant_type}), "
+        f"{found.world_size} ranks{_nodes_text(found)}, {choice.kernel_type}, dispatch "
+        f"{names([sizes.dtype])}, combine {names([sizes.combine_dtype])} ({choice.quant_type}), "
         f"{'zero copy' if choice.zero_copy else 'rows copied in'}, {found.backend} ({found.device})"
     )
     print(
@@ -39,9 +43,10 @@ def print_found(found: Found, *, picture: bool) -> None:
         f"one "
         "discarded; times are per call, of the slowest rank of each repetition, median"
     )
-    for line in DEFINITIONS:
+    for line in DEFINITIONS + (ACROSS if choice.across_nodes else ()):
         print(f"  {line}")
-    print(mori_bench.table([_row(found, name) for name in found.timings], COLUMNS))
+    columns = [c for c in COLUMNS if choice.across_nodes or c != "node_GBps"]
+    print(mori_bench.table([_row(found, name) for name in found.timings], columns))
     for line in [*found.notes, *_verdicts(found)]:
         print(line)
     print(
@@ -54,6 +59,11 @@ def print_found(found: Found, *, picture: bool) -> None:
         drawn = mori_bench.Trace()
         drawn.spans = [s for s in found.trace.spans if s.rank == 0 and s.lane != "call"]
         print(drawn.draw())
+
+
+def _nodes_text(found: Found) -> str:
+    choice = found.choice
+    return f" on {choice.nodes} nodes joined by {found.engine}" if choice.across_nodes else ""
 
 
 def bandwidths(found: Found, case: str) -> dict[str, float]:
@@ -69,7 +79,9 @@ def bandwidths(found: Found, case: str) -> dict[str, float]:
     def mean(nbytes: list[int]) -> float:
         return sum(nbytes) / len(nbytes) / seconds / 1e9 if seconds else 0.0
 
+    across = {"node_GBps": mean([t.node_bytes for t in traffic])} if found.choice.across_nodes else {}
     return {
+        **across,
         "xgmi_GBps": mean([t.recv_bytes for t in traffic]),
         "remote_GBps": mean([t.remote_bytes for t in traffic]),
         "ll_GBps": mean([t.assignment_bytes for t in traffic]),
@@ -134,6 +146,8 @@ def _result(found: Found, case: str) -> mori_bench.Result:
             "routing": sizes.routing,
             "zero_copy": choice.zero_copy,
             "num_qp": choice.num_qp,
+            "nodes": choice.nodes if choice.across_nodes else 1,
+            "engine": found.engine,
             "rounds": choice.rounds,
             "view_cache": case != VIEWS_ANEW,
             "seed": sizes.seed,
@@ -142,7 +156,7 @@ def _result(found: Found, case: str) -> mori_bench.Result:
         packages=("mori-ep", "mori-shmem", "torch"),
         extra={
             "device_us": round(timing.max_rank_time_us, 3) if found.backend != "host" else None,
-            "bandwidth": {name: round(value, 3) for name, value in bandwidths(found, case).items()},
+            "bandwidth": {name: float(f"{value:.4g}") for name, value in bandwidths(found, case).items()},
             "recv_rows": [t.recv_rows for t in found.traffic],
             "remote_rows": [t.remote_rows for t in found.traffic],
             "window_bytes": found.window_bytes,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import mori_bench
 import mori_shmem
@@ -44,6 +45,12 @@ class Choice:
     warmup: int
     compare: bool
     fault: str | None = None
+    nodes: int = 1  # that the ranks are on, or that this machine stands for
+    engine: str | None = None  # between them; None: as MORI_EP_INTERNODE_ENGINE says
+
+    @property
+    def across_nodes(self) -> bool:
+        return EpDispatchCombineKernelType[self.kernel_type].across_nodes
 
 
 @dataclass
@@ -62,6 +69,7 @@ class Found:
     window_bytes: int
     trace: mori_bench.Trace
     notes: list[str] = field(default_factory=list)
+    engine: str | None = None  # between nodes
 
     @property
     def validated(self) -> bool:
@@ -108,8 +116,9 @@ class Round:
         return self.out
 
 
-def make_config(comm: mori_shmem.Communicator, sizes: Sizes, choice: Choice) -> EpDispatchCombineConfig:
-    """The configuration that a bench of these sizes runs."""
+def make_config(comm: Any, sizes: Sizes, choice: Choice) -> EpDispatchCombineConfig:
+    """The configuration that a bench of these sizes runs, for a rank of so many."""
+    nodes = {"gpu_per_node": comm.world_size // choice.nodes} if choice.across_nodes else {}
     return EpDispatchCombineConfig.for_comm(
         comm,
         num_experts=sizes.experts,
@@ -124,6 +133,7 @@ def make_config(comm: mori_shmem.Communicator, sizes: Sizes, choice: Choice) -> 
         kernel_type=EpDispatchCombineKernelType[choice.kernel_type],
         quant_type=choice.quant_type,
         num_qp_per_pe=choice.num_qp,
+        **nodes,
     )
 
 
@@ -134,7 +144,7 @@ def check_round(
     op = round_.op
     wrong = check.mismatched(op, sizes, round_.dispatch(turn), turn)
     out = round_.combine(round_.answers(turn), turn)
-    return check.gathered(comm, wrong, check.loss(op, sizes, given, out), op.config.quant_type)
+    return check.gathered(comm, wrong, check.loss(op, sizes, given, out), op.config)
 
 
 def run(comm: mori_shmem.Communicator, sizes: Sizes, choice: Choice) -> Found:
@@ -157,9 +167,9 @@ def run(comm: mori_shmem.Communicator, sizes: Sizes, choice: Choice) -> Found:
         timings = mori_bench.measure(
             cases, reps=choice.reps, warmup=choice.warmup, gather=comm.all_gather, before=comm.barrier
         )
-        again = check.gathered(comm, 0, check.loss(op, sizes, inputs[0], round_.out), op.config.quant_type)
+        again = check.gathered(comm, 0, check.loss(op, sizes, inputs[0], round_.out), op.config)
         trace = _traced(comm, round_)
-        traffic = comm.all_gather(_traffic(round_, sizes, here[0]))
+        traffic = comm.all_gather(_traffic(round_, sizes, choice, here[0]))
         device = mori_bench.cpu_name()
         if comm.device.type == "cuda":
             device = torch.cuda.get_device_name(comm.device)
@@ -167,7 +177,7 @@ def run(comm: mori_shmem.Communicator, sizes: Sizes, choice: Choice) -> Found:
             sizes,
             choice,
             comm.world_size,
-            comm.backend,
+            comm.backend if not choice.across_nodes else "host",
             device,
             checked,
             again,
@@ -176,6 +186,7 @@ def run(comm: mori_shmem.Communicator, sizes: Sizes, choice: Choice) -> Found:
             op.window_bytes,
             trace,
             [f"no all_to_all beside it: {reason}"] if reason else [],
+            getattr(comm, "engine", None),
         )
 
 
@@ -253,16 +264,19 @@ def _traced(comm: mori_shmem.Communicator, round_: Round) -> mori_bench.Trace:
     return mori_bench.Trace.merge(comm.all_gather(trace))
 
 
-def _traffic(round_: Round, sizes: Sizes, given: Given) -> Traffic:
+def _traffic(round_: Round, sizes: Sizes, choice: Choice, given: Given) -> Traffic:
     *_, count = round_.dispatch(0)
     positions = round_.op.get_dispatch_src_token_pos()
     own = positions // round_.op.config.position_stride == round_.op.config.rank
+    nodes = choice.nodes if choice.across_nodes else 1
+    per_node = sizes.experts // nodes
+    went = [(given.ids >= n * per_node) & (given.ids < (n + 1) * per_node) for n in range(nodes)]
     return Traffic(
         recv_rows=int(count),
         remote_rows=int(count) - int(own.sum()),
-        node_rows=int((given.ids >= 0).any(1).sum()),
+        node_rows=sum(int(to.any(1).sum()) for to in went),
         tokens=sizes.tokens,
         topk=sizes.topk,
-        nodes=1,
+        nodes=nodes,
         payload_bytes=sizes.hidden * sizes.dtype.itemsize,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple
 
+import torch
 from mori_shmem.deadline import Deadline
-from mori_shmem.device.rows import RowCode, SlotMap, copy_ranges, sum_rows
+from mori_shmem.device.rows import RowCode, SlotMap, copy_ranges, quantize_rows, sum_rows
 from mori_shmem.errors import ArgumentError, CollectiveMismatch
 
-from mori_ep import formats
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.internode.comm import NodesCommunicator, NodesWindow
 from mori_ep.internode.engine import Waits
@@ -19,8 +19,14 @@ from mori_ep.internode.routes import InterNodeRoutingHandle, InterRoutes
 from mori_ep.layout import CALL_SHIFT
 from mori_ep.problem import WEIGHT_BYTES
 from mori_ep.targets import CombineCall, CombineShape
-from mori_ep.targets.host.combine import SIGN_DTYPE, SIGN_WEIGHTS, sign_text
-from mori_ep.targets.host.limits import KINDS
+from mori_ep.targets.host.combine import (
+    SIGN_NO_WEIGHTS,
+    SIGN_WEIGHTS,
+    compare_signs,
+    said_of_weights,
+    sign_of,
+)
+from mori_ep.targets.host.limits import KINDS, wire_for
 from mori_ep.targets.host.marks import Marks
 
 _LOW_HALF = (1 << CALL_SHIFT) - 1
@@ -30,8 +36,9 @@ class CombineLaunch(NamedTuple):
     """What a combine of one shape needs."""
 
     shape: CombineShape
-    kind: str
-    code: RowCode
+    kind: str  # of the result
+    code: RowCode  # of rows and of nodes' sums as they travel
+    quantised: bool
     sign: int
 
 
@@ -47,7 +54,9 @@ class InterCombiner:
         flags: NodeFlags,
         waits: Waits,
         marks: Marks,
+        scale_dim: int,
     ) -> None:
+        self._scale_dim = scale_dim
         self._comm, self._engine, self._layout, self._config = comm, window.engine, layout, config
         self._flags, self._waits, self._marks, self._window = flags, waits, marks, window.here
         self._bases: tuple[int, ...] = window.here.addresses  # of the ranks of this node
@@ -55,15 +64,16 @@ class InterCombiner:
         self._others = [node for node in range(comm.num_nodes) if node != comm.node_number]
         self._weight_bytes = config.num_experts_per_token * WEIGHT_BYTES
         self._weight_code = RowCode("fp32", config.num_experts_per_token)
+        tokens = config.max_num_inp_token_per_rank if config.quant_type != "none" else 0
+        self._sums = torch.empty(tokens * config.row_bytes, dtype=torch.uint8)  # before they are quantised
         self._due: tuple[CombineLaunch, CombineCall, InterRoutes] | None = None
         self.calls = 0
         self.open: weakref.WeakSet[InterNodeRoutingHandle] = weakref.WeakSet()  # not combined yet
 
     def prepare(self, shape: CombineShape) -> CombineLaunch:
-        sign = formats.CODES[shape.dtype] << SIGN_DTYPE | shape.hidden
-        sign |= SIGN_WEIGHTS if shape.weights else 0
-        kind = KINDS[shape.dtype]
-        return CombineLaunch(shape, kind, RowCode(kind, shape.hidden), sign)
+        code = wire_for(self._config, shape.hidden, shape.dtype, self._scale_dim)
+        quantised = self._config.quant_type != "none"
+        return CombineLaunch(shape, KINDS[shape.dtype], code, quantised, sign_of(shape))
 
     # ---- first half ----
 
@@ -76,12 +86,14 @@ class InterCombiner:
         self._flags.wait("finished", self.calls - 1, "combine")
         here, rows = self._layout.here, routes.num_received
         y, source = self._base + here.y.offset_bytes, call.rows.data_ptr()
-        if source != y:
+        if launch.quantised:
+            quantize_rows(y, source, rows, launch.code)
+        elif source != y:
             copy_ranges([(y, source, rows * launch.code.nbytes)])
         if call.weights is not None:
             to = self._base + here.y_weights.offset_bytes
             copy_ranges([(to, call.weights.data_ptr(), rows * self._weight_bytes)])
-        self._flags.set("staged", self.calls, launch.sign)
+        self._flags.set("staged", self.calls, launch.sign | said_of_weights(launch.shape, rows))
         self._due = launch, call, routes
         self._marks.add("stage rows")
 
@@ -90,7 +102,7 @@ class InterCombiner:
             if tensor is not None and tensor.shape[0] < routes.num_received:
                 raise ArgumentError(
                     f"{name} has {tensor.shape[0]} rows, the dispatch that this combine belongs to brought "
-                    f"{routes.num_received} to rank {self._comm.rank}"
+                    f"{routes.num_received} to rank {self._comm.rank}: all of them are needed"
                 )
         registered = self._base + self._layout.here.y.offset_bytes
         if launch.shape.registered and call.rows.data_ptr() != registered:
@@ -107,18 +119,17 @@ class InterCombiner:
             return
         (launch, call, routes), self._due = self._due, None
         self._flags.wait("staged", self.calls, "combine")
-        weights = self._compare_node(launch, routes)
+        sign = self._sign_of_node(launch, routes)
+        weights = bool(sign & SIGN_WEIGHTS)
         for other, node in enumerate(self._others):
             for chunk, rows in enumerate(routes.came_chunks[other]):
                 if rows:
                     self._send_partial(launch, routes, other, node, chunk, weights)
-            sign = (launch.sign & ~SIGN_WEIGHTS) | (SIGN_WEIGHTS if weights else 0)
-            word = self._layout.word("combined_in", self._as_seen_from(node))
-            self._engine.put_signal(node, 0, 0, 0, word, self.calls << CALL_SHIFT | sign)
+            self._tell(node, sign)
         self._add_up_here(launch, call, routes)
         self._flags.set("finished", self.calls)
         self._marks.add("add up in the node")
-        self._receive_partials(launch, call, routes)
+        self._receive_partials(sign, routes)
         self._marks.add("wait for partial sums")
         self._add_up(launch, call, routes)
         self._engine.quiet(Deadline(self._comm.timeout_s))  # what went out may be overwritten
@@ -130,33 +141,51 @@ class InterCombiner:
         mine = self._comm.node_number
         return mine if mine < node else mine - 1
 
-    def _compare_node(self, launch: CombineLaunch, routes: InterRoutes) -> bool:
-        """Rows of one kind on all ranks of this node; whether those that have rows brought weights."""
-        brought: dict[int, bool] = {}
-        signs = [(self._comm.local_rank, self.calls, launch.sign), *self._flags.read("staged")]
-        for local, call, sign in signs:
-            rank = self._comm.node_ranks[local]
-            if call == self.calls:  # else it is a call ahead, and has finished with this one
-                if (sign ^ launch.sign) & ~SIGN_WEIGHTS:
-                    raise self._mismatch(launch.sign, rank, sign)
-                if routes.node_received[local]:
-                    brought[rank] = bool(sign & SIGN_WEIGHTS)
-        if len(set(brought.values())) > 1:
-            rank = next(r for r, has in brought.items() if has != bool(launch.sign & SIGN_WEIGHTS))
-            raise self._mismatch(launch.sign, rank, launch.sign ^ SIGN_WEIGHTS)
-        return any(brought.values())
+    def _tell(self, node: int, sign: int) -> None:
+        """A counterpart that all of this combine has been sent, and of which kind it is."""
+        word = self._layout.word("combined_in", self._as_seen_from(node))
+        self._engine.put_signal(node, 0, 0, 0, word, self.calls << CALL_SHIFT | sign)
 
-    def _mismatch(self, mine: int, rank: int, theirs: int) -> CollectiveMismatch:
-        return CollectiveMismatch(
-            f"combine {self.calls}: rank {self._comm.rank} brings {sign_text(mine)}, rank {rank} "
-            f"{sign_text(theirs)}: all ranks must combine rows of one kind"
-        )
+    def _sign_of_node(self, launch: CombineLaunch, routes: InterRoutes) -> int:
+        """What the ranks of this node bring, which must be one kind: else other nodes are told so, too."""
+        mine = launch.sign | said_of_weights(launch.shape, routes.num_received)
+        signs, all_said = [(self._comm.rank, mine)], mine
+        for local, call, sign in self._flags.read("staged"):
+            if call == self.calls:  # else it is a call ahead, and has finished with this one
+                signs.append((self._comm.node_ranks[local], sign))
+                all_said |= sign
+        try:
+            compare_signs(self.calls, signs)
+        except CollectiveMismatch:
+            for node in self._others:
+                self._tell(node, launch.sign | SIGN_WEIGHTS | SIGN_NO_WEIGHTS)
+            self._engine.quiet(Deadline(self._comm.timeout_s))
+            raise
+        return launch.sign | all_said & (SIGN_WEIGHTS | SIGN_NO_WEIGHTS)
 
     def _tables(self, launch: CombineLaunch) -> tuple[list[int], list[int]]:
         """By rank of this node, where its rows for combine lie, and their weights."""
         here = self._layout.here
         rows = [base + here.y.offset_bytes for base in self._bases]
         return rows, [base + here.y_weights.offset_bytes for base in self._bases]
+
+    def _sum_in_node(
+        self,
+        launch: CombineLaunch,
+        slots: SlotMap,
+        tables: list[int],
+        out: int,
+        weights: list[int],
+        out_weights: int,
+    ) -> None:
+        """What this node has made of a map's tokens, as it travels; and its weights unless out_weights is
+        0."""
+        if launch.quantised:
+            sums = self._sums.data_ptr()
+            self._sum(launch, slots, tables, sums, weights, out_weights)
+            quantize_rows(out, sums, slots.rows, launch.code)
+        else:
+            self._sum(launch, slots, tables, out, weights, out_weights)
 
     def _sum(
         self,
@@ -181,7 +210,7 @@ class InterCombiner:
         out = self._base + at
         tables, weight_tables = self._tables(launch)
         slots = routes.forward_map(self._config, other, chunk)
-        self._sum(launch, slots, tables, out, weight_tables, out + nbytes if weights else 0)
+        self._sum_in_node(launch, slots, tables, out, weight_tables, out + nbytes if weights else 0)
         mine = self._as_seen_from(node)
         to, word = (
             layout.chunk("partials_from", mine, chunk, self.calls),
@@ -197,27 +226,38 @@ class InterCombiner:
         out, out_weights = (self._base + extra[name].offset_bytes for name in ("own_partial", "own_weights"))
         tables, weight_tables = self._tables(launch)
         slots = routes.here_map(self._config)
-        self._sum(launch, slots, tables, out, weight_tables, out_weights if call.weights is not None else 0)
+        self._sum_in_node(
+            launch, slots, tables, out, weight_tables, out_weights if call.weights is not None else 0
+        )
 
-    def _receive_partials(self, launch: CombineLaunch, call: CombineCall, routes: InterRoutes) -> None:
-        layout = self._layout
+    def _receive_partials(self, sign: int, routes: InterRoutes) -> None:
+        """`sign`: of this node. Counterparts speak for theirs, and all are known before any is compared."""
+        layout, signs = self._layout, [(self._comm.rank, sign)]
         for other, node in enumerate(self._others):
-            what = f"combine {self.calls}"
             word = layout.word("combined_in", other)
+            what = f"combine {self.calls}"
             seen = self._waits.for_word(node, word, self.calls << CALL_SHIFT, what)
-            differ = (seen & _LOW_HALF) ^ launch.sign
-            if seen >> CALL_SHIFT == self.calls:
-                lacks = call.weights is not None and differ & SIGN_WEIGHTS and any(routes.sent_chunks[other])
-                if differ & ~SIGN_WEIGHTS or lacks:
-                    raise self._mismatch(launch.sign, self._comm.counterpart(node), seen & _LOW_HALF)
+            if seen >> CALL_SHIFT == self.calls:  # else it is a call ahead, and has finished this one
+                signs.append((self._comm.counterpart(node), seen & _LOW_HALF))
+        for rank, theirs in signs:
+            if theirs & SIGN_WEIGHTS and theirs & SIGN_NO_WEIGHTS:
+                raise CollectiveMismatch(
+                    f"combine {self.calls}: ranks of rank {rank}'s node bring rows of different kinds, or "
+                    "only some of them weights, as their own errors say: all ranks must combine rows of one "
+                    "kind"
+                )
+        compare_signs(self.calls, signs)
+        for other, node in enumerate(self._others):
             for chunk, rows in enumerate(routes.sent_chunks[other]):
                 if rows:
                     word = layout.word("partials_in", other, chunk)
-                    self._waits.for_word(node, word, self.calls, f"chunk {chunk} of {what}")
+                    what = f"chunk {chunk} of combine {self.calls}"
+                    self._waits.for_word(node, word, self.calls, what)
 
     def _add_up(self, launch: CombineLaunch, call: CombineCall, routes: InterRoutes) -> None:
         """The nodes' partial sums, in the order of the first slots that name the nodes; chunk by chunk."""
-        here, pitch = self._layout.here, launch.code.nbytes
+        here, shape = self._layout.here, launch.shape
+        pitch = shape.hidden * shape.dtype.itemsize
         for chunk in range(num_chunks(routes.num_tokens)):
             slots, token = routes.nodes_map(self._config, chunk), chunk * CHUNK_TOKENS
             tables, weight_tables = self._partial_tables(launch, routes, chunk)

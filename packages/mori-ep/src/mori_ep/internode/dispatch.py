@@ -27,6 +27,7 @@ from mori_ep.layout import HEADER
 from mori_ep.problem import RowFormat
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.targets import DispatchCall, DispatchShape
+from mori_ep.targets.host.dispatch import compare_headers, replay_code
 from mori_ep.targets.host.marks import Marks
 
 
@@ -73,8 +74,8 @@ class InterDispatcher:
     # ---- first half: my header and rows are on their way ----
 
     def send(self, launch: DispatchLaunch, call: DispatchCall) -> None:
-        self._calls += 1
         replay = replayed(call.replay)
+        self._calls += 1
         self.routes = self._route(call) if replay is None else self._again(replay)
         self._marks.add("route")
         self._send_headers(launch, call)
@@ -146,7 +147,7 @@ class InterDispatcher:
         """To the ranks of this node by store, to the counterparts by put."""
         row, routes, layout = launch.row, self.routes, self._layout
         kind = (row.payload_bytes, launch.dtype_code, row.scale_bytes, int(row.weights))
-        header = [routes.num_tokens, *kind, int(call.replay is not None), *routes.sent]
+        header = [routes.num_tokens, *kind, replay_code(call.replay), *routes.sent]
         self._store_header(self._comm.rank, header)
         for other, node in enumerate(self._others):
             chunks = routes.sent_chunks[other]
@@ -288,25 +289,12 @@ class InterDispatcher:
             self._read(here.header(routes.dispatch, source), here.header_words)
             for source in range(self._comm.world_size)
         ]
-        self._compare(headers)
+        compare_headers(routes.dispatch, headers)
         self._settle([header[len(HEADER) :] for header in headers], came, replaying)
         return headers
 
     def _read(self, offset_bytes: int, words: int) -> list[int]:
         return list((ctypes.c_int64 * words).from_address(self._base + offset_bytes))
-
-    def _compare(self, headers: list[list[int]]) -> None:
-        """Rows must be of one kind on all ranks. Without tokens a rank need not know of scales or weights."""
-        mine = headers[self._comm.rank]
-        for source, theirs in enumerate(headers):
-            for index, name in enumerate(HEADER):
-                optional = name in ("scale bytes", "weights") and 0 in (mine[0], theirs[0])
-                if name != "tokens" and not optional and theirs[index] != mine[index]:
-                    here, there = (formats.header_text(name, header[index]) for header in (mine, theirs))
-                    raise CollectiveMismatch(
-                        f"dispatch {self.routes.dispatch}: {name} is {here} on rank {self._comm.rank} and "
-                        f"{there} on rank {source}: all ranks must dispatch rows of one kind"
-                    )
 
     def _settle(self, counts: list[list[int]], came: list[list[int]], replaying: bool) -> None:
         """From all counts to where rows start; too many rows raise on every rank alike."""

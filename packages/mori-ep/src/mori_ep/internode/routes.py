@@ -126,6 +126,7 @@ def handle_of(
         sent_per_rank=whole(routes.sent),
         first_rows=whole(routes.first),
         cur_rank_num_token=n,
+        dispatch=routes.dispatch,
         inter_node_disp_send_map=_send_map(config, copy.nodes),
         inter_node_disp_dest_tok_id_map=_forwarded(config, copy),
         routes=copy,

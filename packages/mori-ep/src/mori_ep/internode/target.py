@@ -19,10 +19,11 @@ Dispatch e on rank r
   7. wait until r's puts are done
 
 Combine c on rank r
-  1. y = the rows to be added; staged[r] = c in the node. Here ends the half that waits for nobody
+  1. y = the rows to be added, as they travel (formats.py: a transport may quantise them); staged[r] = c in
+     the node. Here ends the half that waits for nobody
   2. wait for staged >= c. For every chunk that came in 5: add up the rows of each token in the node's y,
-     round, put them back to the counterpart in one put with one word. After the last, the word `combined`
-     = c, with the kind of rows, to every counterpart, also if there was no chunk
+     round, quantise, put them back to the counterpart in one put with one word. After the last, the word
+     `combined` = c, with the kind of rows, to every counterpart, also if there was no chunk
   3. own_partial = the same for r's own tokens; finished[r] = c in the node
   4. wait for `combined` of every counterpart and the words of the chunks that r had sent
   5. result = for every token the sum of its nodes' partial rows, in the order of the first slots that name
@@ -55,7 +56,7 @@ from mori_ep.internode.layout import InterLayout, layout_for
 from mori_ep.internode.routes import handle_of
 from mori_ep.plan import NOTHING_SAID, FewTokens, Plan, Way
 from mori_ep.routing import EpDispatchRoutingHandle
-from mori_ep.settings import INTERNODE_LL_TOKENS
+from mori_ep.settings import FP8_COMBINE_SCALE_DIM, INTERNODE_LL_TOKENS
 from mori_ep.targets import CombineCall
 from mori_ep.targets.host.combine import MAX_HIDDEN
 from mori_ep.targets.host.experts import ExpertRows
@@ -82,8 +83,10 @@ def why_not(config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: tor
         return f"gpu_per_node={config.gpu_per_node} does not divide world_size={config.world_size}"
     if config.elastic:
         return "elastic=True goes with kernel types of one node"
-    if config.quant_type != "none":
-        return "across nodes rows are combined as they are: quant_type='none'"
+    if config.quant_type == "fp4_blockwise":
+        return "fp4_blockwise goes with IntraNode and IntraNodeLL"
+    if config.quant_type != "none" and not config.use_external_inp_buf:
+        return "a quantised transport makes its own rows: use_external_inp_buf=False would be ignored"
     return None
 
 
@@ -111,7 +114,7 @@ class Runner(NodeRunner):
         flags = NodeFlags(comm.node, here, layout, self._waits)
         shared = (comm, window, layout, config, flags, self._waits, self._marks)
         dispatcher: Any = InterDispatcher(*shared, values[INTERNODE_LL_TOKENS])
-        combiner: Any = InterCombiner(*shared)
+        combiner: Any = InterCombiner(*shared, values[FP8_COMBINE_SCALE_DIM])
         self._flags, self._dispatcher, self._combiner = flags, dispatcher, combiner
 
     def routing(self) -> EpDispatchRoutingHandle:

@@ -23,7 +23,7 @@ class DriverError(MoriError):
     """A driver call failed: the call's name, its code and the driver's own words."""
 
 
-_SIGNATURES: dict[str, list[type]] = {
+_SIGNATURES: dict[str, list[type] | None] = {  # None: called with ctypes objects only, taken as they are
     "cuInit": [c_uint],
     "cuDriverGetVersion": [c_void_p],
     "cuModuleLoadData": [c_void_p, ctypes.c_char_p],
@@ -33,7 +33,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "cuMemcpyDtoH_v2": [c_void_p, c_uint64, c_size_t],
     "cuFuncSetAttribute": [c_void_p, c_int, c_int],
     "cuFuncLoad": [c_void_p],
-    "cuLaunchKernelEx": [c_void_p, c_void_p, c_void_p, c_void_p],
+    "cuLaunchKernelEx": None,  # the conversions of four arguments cost nearly half of a call
     "cuStreamBeginCapture_v2": [c_void_p, c_int],
     "cuStreamGetCaptureInfo_v2": [c_void_p, *[c_void_p] * 5],
     "cuStreamEndCapture": [c_void_p, c_void_p],
@@ -148,12 +148,14 @@ class PreparedLaunch:
         self._config = _LaunchConfig(grid, 1, 1, block, 1, 1, shared)
         self._launch = _library().cuLaunchKernelEx
         self._fixed = (byref(self._config), function.handle, self._pointers, None)
+        self._stream: int | None = None  # of the launch before
         pointers = ctypes.addressof(self._pointers)
         self.node = _KernelNode(function.handle, grid, 1, 1, block, 1, 1, shared, pointers)
 
     def launch(self, stream: int) -> None:
         """Enqueue on `stream` (a raw handle)."""
-        self._config.stream = stream
+        if stream != self._stream:
+            self._config.stream = self._stream = stream
         code = self._launch(*self._fixed)
         if code:
             _check(_library(), f"cuLaunchKernelEx({self._function.name})", code)

@@ -28,11 +28,13 @@ import mori_shmem
 import torch
 from mori_shmem.errors import ArgumentError, ClosedError, UnsupportedShape
 
+from mori_ep import checks
 from mori_ep.adapters.deepep import sizes
 from mori_ep.adapters.deepep.events import EventHandle, EventOverlap, wait_for
 from mori_ep.adapters.deepep.low_latency import Handle, LowLatency
 from mori_ep.adapters.deepep.normal import Normal, NormalHandle
 from mori_ep.adapters.deepep.sizes import Config
+from mori_ep.arguments import check_flags, check_rows, check_shaped, check_whole, described, shape_of
 
 _numbers = itertools.count(1)
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -63,6 +65,20 @@ class Buffer:
         """
         if (group is None) == (comm is None):
             raise ArgumentError("a Buffer needs either group= (a process group) or comm= (a communicator)")
+        _check_made_of(
+            sizes={
+                "num_nvl_bytes": num_nvl_bytes,
+                "num_rdma_bytes": num_rdma_bytes,
+                "num_qps_per_rank": num_qps_per_rank,
+            },
+            low_latency_mode=low_latency_mode,
+            allow_nvlink_for_low_latency_mode=allow_nvlink_for_low_latency_mode,
+            allow_mnnvl=allow_mnnvl,
+            explicitly_destroy=explicitly_destroy,
+            enable_shrink=enable_shrink,
+        )
+        if comm is not None:
+            checks.check_comm(comm)
         self._owned = comm is None
         if comm is None:
             comm = mori_shmem.init(group=group, name=f"mori-ep/deepep/{next(_numbers)}")
@@ -82,7 +98,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        if new_num_sms % 2:
+        if check_whole("new_num_sms", new_num_sms, 2) % 2:
             raise ArgumentError(f"new_num_sms={new_num_sms}: an even number is needed")
         Buffer.num_sms = new_num_sms
 
@@ -100,10 +116,12 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
+        check_whole("num_ranks", num_ranks, 1)
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
+        check_whole("num_ranks", num_ranks, 1)
         return Config(Buffer.num_sms)
 
     # ---- normal mode ----
@@ -118,8 +136,7 @@ class Buffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """(tokens for each rank [W], for each node [nodes] or None in one node, for each expert [experts],
         whether a token goes to a rank [n, W] bool, event). Local."""
-        self._check_open()
-        wait_for(previous_event)
+        self._begin_normal(None, previous_event, async_finish, allocate_on_comm_stream)
         return self._normal.layout(topk_idx, num_experts, async_finish)
 
     def dispatch(
@@ -148,18 +165,22 @@ class Buffer:
     ]:
         """Rows to the ranks of their experts; the results are the caller's own. With `handle`: as in that
         dispatch, and only the rows come back."""
-        self._check_open()
-        wait_for(previous_event)
+        self._begin_normal(config, previous_event, async_finish, allocate_on_comm_stream)
+        check_whole("expert_alignment", expert_alignment, 1)
+        check_whole("num_worst_tokens", num_worst_tokens, 0)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
-                raise ArgumentError(
-                    "dispatch with a handle goes where that dispatch went: no topk_idx, no topk_weights"
-                )
+                raise ArgumentError("dispatch with a handle goes where that dispatch went: give only x")
             return self._normal.replay(x, handle, async_finish)
         if topk_idx is None or num_tokens_per_expert is None:
             raise UnsupportedShape(
                 "dispatch without a handle needs topk_idx and num_tokens_per_expert (get_dispatch_layout): "
                 "rows are routed by expert, not by is_token_in_rank alone"
+            )
+        if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.dim() != 1:
+            raise ArgumentError(
+                f"num_tokens_per_expert is {shape_of(num_tokens_per_expert)}: a tensor [experts] is needed, "
+                "as get_dispatch_layout gives it"
             )
         return self._normal.dispatch(
             x,
@@ -183,8 +204,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Rows home and added up, without weights; `topk_weights` are added up beside them, `bias` last."""
-        self._check_open()
-        wait_for(previous_event)
+        self._begin_normal(config, previous_event, async_finish, allocate_on_comm_stream)
         return self._normal.combine(x, handle, topk_weights, bias, async_finish)
 
     # ---- low latency ----
@@ -212,11 +232,11 @@ class Buffer:
         handle; event; hook. They stay until the dispatch after the next.
         """
         self._check_low_latency(async_finish, return_recv_hook, wait_stats=dispatch_wait_recv_cost_stats)
-        if x.dim() != 2 or topk_idx.dim() != 2:
-            raise ArgumentError(
-                f"x is {tuple(x.shape)}, topk_idx is {tuple(topk_idx.shape)}: [n, hidden] and [n, k] are "
-                "needed"
-            )
+        check_flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
+        check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        check_whole("num_experts", num_experts, 1)
+        check_rows("x", x, self.comm.device)
+        check_rows("topk_idx", topk_idx, self.comm.device)
         shape = (num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1])
         return self._low_latency.dispatch(
             shape,
@@ -249,8 +269,9 @@ class Buffer:
         Returns ([n, hidden] bf16, event, hook). `zero_copy` or not, x is read where it lies.
         """
         self._check_low_latency(async_finish, return_recv_hook, wait_stats=combine_wait_recv_cost_stats)
+        check_flags(use_logfmt=use_logfmt, zero_copy=zero_copy)
         if use_logfmt:
-            raise UnsupportedShape("use_logfmt=True: there is no such transport here; rows travel as bf16")
+            raise UnsupportedShape("use_logfmt=True: there is no such transport here, only rows as bf16")
         return self._low_latency.combine(
             x, topk_idx, topk_weights, handle, async_finish=async_finish, in_halves=return_recv_hook, out=out
         )
@@ -265,6 +286,9 @@ class Buffer:
     ) -> None:
         """Nothing to clean: the modes share no memory, and flags only grow."""
         self._check_open()
+        check_whole("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        check_whole("hidden", hidden, 1)
+        check_whole("num_experts", num_experts, 1)
 
     def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
         self._check_open()
@@ -273,6 +297,7 @@ class Buffer:
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """1 in mask_status[rank] for each rank that is left out; [ranks] int32."""
         self._check_open()
+        check_shaped("mask_status", mask_status, torch.int32, (self.group_size,), self.comm.device)
         mask_status.copy_(self._low_latency.masks())
 
     def low_latency_clean_mask_buffer(self) -> None:
@@ -297,13 +322,36 @@ class Buffer:
         if self._destroyed:
             raise ClosedError("this Buffer is destroyed")
 
+    def _begin_normal(
+        self,
+        config: Config | None,
+        previous_event: EventOverlap | None,
+        async_finish: bool,
+        allocate_on_comm_stream: bool,
+    ) -> None:
+        """What all calls of the normal mode have."""
+        self._check_open()
+        check_flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+        if config is not None and not isinstance(config, Config):
+            raise ArgumentError(
+                f"config is {described(config)}: a Config is needed (Buffer.get_dispatch_config), or None"
+            )
+        wait_for(previous_event)
+
     def _check_low_latency(self, async_finish: bool, hook: bool, *, wait_stats: torch.Tensor | None) -> None:
         self._check_open()
         if not self.low_latency_mode:
             raise ArgumentError("this Buffer was made with low_latency_mode=False")
+        check_flags(async_finish=async_finish, return_recv_hook=hook)
         if async_finish and hook:
             raise ArgumentError("async_finish and return_recv_hook exclude each other")
         if wait_stats is not None:
             raise UnsupportedShape(
-                "*_wait_recv_cost_stats: the time spent on each source is not measured here"
+                "*_wait_recv_cost_stats: the time spent on each source is not measured here: None is needed"
             )
+
+
+def _check_made_of(*, sizes: dict[str, int], **flags: bool) -> None:
+    check_flags(**flags)
+    for name, value in sizes.items():
+        check_whole(name, value, 0)

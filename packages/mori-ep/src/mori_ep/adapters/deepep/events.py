@@ -6,6 +6,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from mori_shmem.errors import ArgumentError
+
+from mori_ep.arguments import described
 
 
 class EventHandle:
@@ -50,5 +53,11 @@ def after(async_finish: bool) -> EventOverlap:
 
 
 def wait_for(previous: EventOverlap | None) -> None:
-    if previous is not None:
-        previous.current_stream_wait()
+    """`previous_event` of a call."""
+    if previous is None:
+        return
+    if not isinstance(previous, EventOverlap):
+        raise ArgumentError(
+            f"previous_event is {described(previous)}: an EventOverlap is needed (Buffer.capture makes one)"
+        )
+    previous.current_stream_wait()

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
+from mori_shmem.errors import ArgumentError, UnsupportedShape
 
-from mori_ep import checks
 from mori_ep.adapters.deepep.events import EventOverlap, after
 from mori_ep.adapters.deepep.ids import expert_ids
 from mori_ep.adapters.deepep.quant import BLOCK, cast_rows, pack_exponents
+from mori_ep.arguments import check_flag, check_rows, check_shaped, check_slots, check_whole, described
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.config import EpDispatchCombineKernelType as Kind
 from mori_ep.op import EpDispatchCombineOp
@@ -162,7 +162,7 @@ class LowLatency:
         op, ids, n = slot.op, expert_ids(topk_idx, slot.shape[2]), handle.num_tokens
         op.check_due("combine_send")  # before the weights of others are waited for
         carrier = self._ops[slot.shape].weights
-        weights, *_ = carrier.dispatch(topk_weights.contiguous(), None, None, ids)
+        weights, *_ = carrier.dispatch(topk_weights, None, None, ids)
         if self._elastic:
             self.masks()  # a rank that was found to be late here is not waited for once more
             weights = _matched(weights, carrier.get_dispatch_src_token_pos(), op.get_dispatch_src_token_pos())
@@ -185,7 +185,10 @@ class LowLatency:
 
     def update_mask(self, rank: int, masked: bool) -> None:
         self._check_elastic()
-        self._masked[rank] = masked
+        check_whole("rank", rank, 0, self._comm.world_size - 1)
+        if rank == self._comm.rank:
+            raise ArgumentError(f"rank={rank} is this rank: another is needed")
+        self._masked[rank] = check_flag("mask", masked)
         for op in self._all_ops():
             op.update_mask(rank, masked)
 
@@ -228,27 +231,27 @@ class LowLatency:
         """What the op would refuse, before a new one is made among the ranks or a slot is used."""
         max_tokens, _, experts, topk = shape
         device, world = self._comm.device, self._comm.world_size
-        n = checks.check_rows("x", x, device)
+        n = check_rows("x", x, device)
         if n > max_tokens:
             raise UnsupportedShape(
                 f"x has {n} tokens: num_max_dispatch_tokens_per_rank={max_tokens} is the most"
             )
-        checks.check_slots("topk_idx", topk_idx, torch.int64, n, topk, device)
+        check_slots("topk_idx", topk_idx, torch.int64, n, topk, device)
         if experts < 1 or experts % world:
             raise ArgumentError(f"num_experts={experts}: a multiple of the {world} ranks is needed")
         if stats is None:
             return
-        if tuple(stats.shape) != (experts // world,) or stats.dtype not in (torch.int32, torch.int64):
-            raise ArgumentError(
-                f"cumulative_local_expert_recv_stats is {stats.dtype} {tuple(stats.shape)}: int32 "
-                f"{(experts // world,)} is needed"
-            )
+        wide = isinstance(stats, torch.Tensor) and stats.dtype == torch.int64
+        dtype = torch.int64 if wide else torch.int32
+        check_shaped("cumulative_local_expert_recv_stats", stats, dtype, (experts // world,), device)
 
     def _slot_of(self, handle: Handle) -> Slot:
-        if not isinstance(handle, Handle):
+        if not isinstance(handle, Handle) or not hasattr(handle, "slot"):
             raise ArgumentError(
-                f"handle is {type(handle).__name__}: what low_latency_dispatch returned is needed"
+                f"handle is {described(handle)}: what low_latency_dispatch returned is needed"
             )
+        if not any(handle.slot in ops.slots for ops in self._ops.values()):
+            raise ArgumentError("this handle is of another Buffer: pass what low_latency_dispatch returned")
         if handle.number != handle.slot.number:
             raise ArgumentError(
                 "this handle's result is gone: at most two low-latency results are live, and two later "
@@ -366,24 +369,10 @@ def _check_combine(
     handle: Handle,
     out: torch.Tensor | None,
 ) -> None:
-    size = (*slot.sources.shape, slot.shape[1])
-    if x.dtype != torch.bfloat16 or tuple(x.shape) != size:
-        raise ArgumentError(f"x is {x.dtype} {tuple(x.shape)}: bfloat16 {size} is needed")
-    if not x.is_contiguous():
-        raise LayoutError(f"x has strides {x.stride()}: a contiguous tensor is needed")
-    device = slot.sources.device
-    for name, tensor in (("x", x), ("topk_idx", ids), ("topk_weights", weights)):
-        if tensor.device != device:
-            raise LayoutError(f"{name} is on {tensor.device}, this Buffer is on {device}")
+    size, device = (*slot.sources.shape, slot.shape[1]), slot.sources.device
     slots = (handle.num_tokens, slot.shape[3])
-    if ids.dtype != torch.int64 or tuple(ids.shape) != slots:
-        raise ArgumentError(
-            f"topk_idx is {ids.dtype} {tuple(ids.shape)}: int64 {slots}, as dispatched, is needed"
-        )
-    if weights.dtype != torch.float32 or tuple(weights.shape) != slots:
-        raise ArgumentError(
-            f"topk_weights is {weights.dtype} {tuple(weights.shape)}: float32 {slots} is needed"
-        )
-    wanted = (handle.num_tokens, slot.shape[1])
-    if out is not None and (out.dtype != torch.bfloat16 or tuple(out.shape) != wanted):
-        raise ArgumentError(f"out is {out.dtype} {tuple(out.shape)}: bfloat16 {wanted} is needed")
+    check_shaped("x", x, torch.bfloat16, size, device)
+    check_shaped("topk_idx", ids, torch.int64, slots, device)
+    check_shaped("topk_weights", weights, torch.float32, slots, device)
+    if out is not None:
+        check_shaped("out", out, torch.bfloat16, (handle.num_tokens, slot.shape[1]), device)

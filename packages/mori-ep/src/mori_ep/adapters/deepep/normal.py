@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from mori_shmem.errors import ArgumentError, LayoutError
 
-from mori_ep import checks, formats
+from mori_ep import formats
 from mori_ep.adapters.deepep.events import EventOverlap, after
 from mori_ep.adapters.deepep.ids import expert_ids
+from mori_ep.arguments import (
+    check_rows,
+    check_shaped,
+    check_slots,
+    check_tensor,
+    check_whole,
+    described,
+    shape_of,
+)
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.config import EpDispatchCombineKernelType as Kind
 from mori_ep.op import EpDispatchCombineOp
@@ -46,7 +55,8 @@ class Normal:
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, async_finish: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        _check_ids(topk_idx)
+        _check_ids(topk_idx, self._comm.device)
+        self._check_experts("num_experts", num_experts)
         num_ranks = self._comm.world_size
         valid = (topk_idx >= 0) & (topk_idx < num_experts)
         experts = _marked(topk_idx, valid, num_experts)
@@ -73,9 +83,8 @@ class Normal:
         num_worst_tokens: int,
         async_finish: bool,
     ) -> tuple[Rows, torch.Tensor, torch.Tensor | None, list[int], NormalHandle, EventOverlap]:
-        _check_ids(topk_idx)
-        rows, scales = x if isinstance(x, tuple) else (x, None)
-        scales = None if scales is None else scales.contiguous()
+        _check_ids(topk_idx, self._comm.device)
+        rows, scales = _parted(x)
         self._check_dispatch(rows, topk_idx, topk_weights, scales, num_experts)
         ids = expert_ids(topk_idx, num_experts)
         op = self._op_for(rows, ids, scales, num_experts)
@@ -102,9 +111,8 @@ class Normal:
     def replay(
         self, x: Rows, handle: NormalHandle, async_finish: bool
     ) -> tuple[Rows, None, None, None, None, EventOverlap]:
-        _check_handle(handle)
-        rows, scales = x if isinstance(x, tuple) else (x, None)
-        scales = None if scales is None else scales.contiguous()
+        self._check_handle(handle)
+        rows, scales = _parted(x)
         out, _, out_scales, _, _ = handle.op.dispatch(rows, None, scales, handle.ids, routing=handle.routing)
         received = _received(out, out_scales, handle.num_received, handle.num_received)
         return received, None, None, None, None, after(async_finish)
@@ -117,15 +125,19 @@ class Normal:
         bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
         async_finish: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        _check_handle(handle)
+        self._check_handle(handle)
+        check_rows("x", x, self._comm.device)
         if x.dtype != torch.bfloat16:
             raise ArgumentError(f"x is {x.dtype}: bfloat16 is needed")
+        n = len(handle.ids)
+        addends = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        for addend in addends:
+            check_shaped("bias", addend, x.dtype, (n, x.shape[1]), self._comm.device)
         out, weights = handle.op.combine(
             x, topk_weights, handle.ids, use_external_inp_buf=1, routing=handle.routing
         )
-        n = len(handle.ids)
         combined = out[:n].clone()
-        for addend in (bias if isinstance(bias, tuple) else (bias,)) if bias is not None else ():
+        for addend in addends:
             combined = combined.float().add_(addend).to(x.dtype)
         return combined, None if weights is None else weights[:n].clone(), after(async_finish)
 
@@ -145,7 +157,7 @@ class Normal:
     ) -> None:
         """All that the op would refuse, before the ranks meet to choose one."""
         device = self._comm.device
-        n = checks.check_rows("x", rows, device)
+        n = check_rows("x", rows, device)
         if rows.dtype not in formats.CODES or rows.dtype.itemsize > torch.bfloat16.itemsize:
             raise ArgumentError(f"x is {rows.dtype}: bfloat16, or 8-bit floats with their scales, are needed")
         if topk_idx.shape[0] != n or topk_idx.device != device:
@@ -154,14 +166,22 @@ class Normal:
                 "row of ids for each is needed"
             )
         if weights is not None:
-            checks.check_slots("topk_weights", weights, torch.float32, n, topk_idx.shape[1], device)
-        if scales is not None and checks.check_rows("scales", scales, device) != n:
+            check_slots("topk_weights", weights, torch.float32, n, topk_idx.shape[1], device)
+        if scales is not None and check_rows("scales", scales, device) != n:
             raise LayoutError(f"scales has {scales.shape[0]} rows, x has {n}: as many are needed")
-        if num_experts < 1 or num_experts % self._comm.world_size:
+        self._check_experts("the length of num_tokens_per_expert", num_experts)
+
+    def _check_experts(self, name: str, num_experts: int) -> None:
+        if check_whole(name, num_experts, 1) % self._comm.world_size:
             raise ArgumentError(
-                f"num_tokens_per_expert has {num_experts} experts: a multiple of the "
-                f"{self._comm.world_size} ranks is needed"
+                f"{name} is {num_experts}: a multiple of the {self._comm.world_size} ranks is needed"
             )
+
+    def _check_handle(self, handle: object) -> None:
+        if not isinstance(handle, NormalHandle):
+            raise ArgumentError(f"handle is {described(handle)}: what dispatch returned is needed")
+        if handle.op not in self._ops.values():
+            raise ArgumentError("this handle is of another Buffer: pass what dispatch of this one returned")
 
     def _op_for(
         self, rows: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None, num_experts: int
@@ -231,11 +251,16 @@ def _padded(rows: torch.Tensor, size: int, fill: float | None) -> torch.Tensor:
     return copy
 
 
-def _check_handle(handle: object) -> None:
-    if not isinstance(handle, NormalHandle):
-        raise ArgumentError(f"handle is {type(handle).__name__}: what dispatch returned is needed")
+def _parted(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(rows, their scales): callers give a tensor, or both as a tuple."""
+    if not isinstance(x, tuple):
+        return x, None
+    if len(x) != 2 or not isinstance(x[1], torch.Tensor):
+        raise ArgumentError(f"x is ({', '.join(map(shape_of, x))}): a tensor, or (rows, scales), is needed")
+    return x[0], x[1].contiguous()
 
 
-def _check_ids(topk_idx: torch.Tensor) -> None:
-    if topk_idx.dim() != 2 or topk_idx.dtype != torch.int64:
-        raise ArgumentError(f"topk_idx is {topk_idx.dtype} {tuple(topk_idx.shape)}: int64 [n, k] is needed")
+def _check_ids(topk_idx: torch.Tensor, device: torch.device) -> None:
+    if not isinstance(topk_idx, torch.Tensor) or topk_idx.dim() != 2 or topk_idx.dtype != torch.int64:
+        raise ArgumentError(f"topk_idx is {shape_of(topk_idx)}: int64 [n, k] is needed")
+    check_tensor("topk_idx", topk_idx, device)

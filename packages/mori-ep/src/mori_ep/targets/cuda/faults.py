@@ -35,13 +35,18 @@ class Faults:
     def __init__(self, comm: mori_shmem.Communicator) -> None:
         self._comm = comm
         self._words = (ctypes.c_uint32 * len(FIELDS)).from_address(comm.core.record.address)
+        self._first = ctypes.c_uint32.from_address(comm.core.record.address)
         self._failed: MoriError | None = None
 
     def check(self) -> None:
         """Raise what a kernel of an earlier call has left, from then on in every call: ranks find out at
         different calls, so that those after it do not belong together."""
-        if self._words[0] or self._failed is not None:
+        if self.found():
             self._raise()
+
+    def found(self) -> bool:
+        """Whether there is anything to raise."""
+        return self._first.value != 0 or self._failed is not None
 
     def forgive(self) -> None:
         """Go on: whoever was late is masked now."""

@@ -7,8 +7,11 @@ makes one call into the driver. A captured graph keeps its own copy of the argum
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 import zlib
-from ctypes import c_int, c_uint, c_uint64
+from collections.abc import Callable
+from ctypes import c_int, c_uint
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +31,6 @@ from mori_ep.targets.cuda.params import (
     CombineParams,
     Common,
     DispatchParams,
-    RowArrays,
     RowShape,
     row_shape,
     slot_bytes,
@@ -84,7 +86,7 @@ class DispatchLaunch:
         module = dispatch_module(place.device)
         self._packets = _Launch(module.function("dispatch_packets"), self.params)
         self._rows = _Launch(module.function("dispatch_rows"), self.params)
-        self._patch = _DispatchWords(self.params)
+        self._patch, self._phases = _DispatchWords(self.params), BOTH
         self._key: tuple[int, Geometry, int] = (-1, PLANNED, -1)
         self._prepared: driver.PreparedLaunch | None = None
 
@@ -141,29 +143,29 @@ class DispatchLaunch:
         geometry: Geometry = PLANNED,
         phases: int = BOTH,
         homeward: int = -1,
-    ) -> None:
-        """One kernel. The tensors are read when it runs."""
-        tokens = x.shape[0]
+    ) -> int:
+        """One kernel. The tensors are read when it runs. Returns the number of tokens."""
+        tokens: int = x.shape[0]
         made = self._prepared
         if (tokens, geometry, homeward) != self._key or made is None:
             made = self._choose(tokens, geometry, homeward)
-        words = self._patch
         payload, ids = x.data_ptr(), indices.data_ptr()
         of_weights = 0 if weights is None else weights.data_ptr()
         of_scales = 0 if scales is None else scales.data_ptr()
-        words.payload.value, words.ids.value = payload, ids
-        words.weights.value, words.scales.value = of_weights, of_scales
-        words.aligned.value = self._whole_tail and not (ids | of_weights | of_scales) & 15
-        words.replay.value = 0 if replay is None else replay.data_ptr()
-        words.phases.value = phases
         if payload & 15:
             raise _misaligned("input", payload)
+        whole = self._whole_tail and not (ids | of_weights | of_scales) & 15
+        again = 0 if replay is None else replay.data_ptr()
+        self._patch.pointers(whole, payload, of_scales, ids, of_weights, again)
+        if phases != self._phases:
+            self._patch.phases.value = self._phases = phases
         made.launch(stream)
+        return tokens
 
     def receive(self, stream: int) -> None:
         """The second half of what was launched last."""
         assert self._prepared is not None
-        self._patch.phases.value = RECEIVE
+        self._patch.phases.value = self._phases = RECEIVE
         self._prepared.launch(stream)
 
 
@@ -185,7 +187,8 @@ class CombineLaunch:
         self._packets: _Launch | None = None
         if config.quant_type == "none":
             self._packets = _Launch(module.function("combine_packets"), self.params)
-        self._patch = _CombineWords(self.params)
+        self._patch, self._phases = _CombineWords(self.params), BOTH
+        self._maps: Maps | None = None  # that the arguments name
         self._registered = place.mine(layout.y)
         self._key: tuple[int, bool, Geometry] = (-1, False, PLANNED)
         self._prepared: driver.PreparedLaunch | None = None
@@ -236,7 +239,6 @@ class CombineLaunch:
         weights: torch.Tensor | None,
         tokens: int,
         maps: Maps,
-        *,
         guard: bool = False,
         geometry: Geometry = PLANNED,
         phases: int = BOTH,
@@ -247,26 +249,28 @@ class CombineLaunch:
         if (tokens, told, geometry) != self._key or made is None:
             made = self._choose(tokens, told, geometry)
         words = self._patch
-        given = y.shape[0] if weights is None else min(y.shape[0], weights.shape[0])
+        given: int = y.shape[0] if weights is None else min(y.shape[0], weights.shape[0])
         rows = self._registered if not given else y.data_ptr()
         if self.shape.registered and rows != self._registered:
             raise ArgumentError(
                 "input is not the registered buffer of this op (get_registered_combine_input_buffer), which "
                 "use_external_inp_buf=0 says"
             )
-        words.y.value, words.y_rows.value = rows, given
-        words.weights.value = 0 if weights is None else weights.data_ptr()
-        words.table.value, words.source.value = maps.table, maps.source
-        words.meta.value, words.count.value = maps.meta or 0, maps.count
-        words.guard.value, words.phases.value = guard, phases
         if rows & 15:
             raise _misaligned("input", rows)
+        words.pointers(rows, 0 if weights is None else weights.data_ptr(), given)
+        if maps is not self._maps:
+            words.maps(maps.table, maps.source, maps.meta or 0, maps.count)
+            self._maps = maps
+        words.guard.value = guard
+        if phases != self._phases:
+            words.phases.value = self._phases = phases
         made.launch(stream)
 
     def receive(self, stream: int) -> None:
         """The second half of what was launched last."""
         assert self._prepared is not None
-        self._patch.phases.value = RECEIVE
+        self._patch.phases.value = self._phases = RECEIVE
         self._prepared.launch(stream)
 
 
@@ -299,7 +303,8 @@ def _misaligned(name: str, address: int) -> LayoutError:
 
 
 class _DispatchWords:
-    """The words of the arguments that change from call to call, in place."""
+    """The words of the arguments that change from call to call, in place. `pointers` writes a run of them at
+    once: RowShape.aligned, input and replay lie one after the other."""
 
     def __init__(self, p: DispatchParams) -> None:
         base, c = ctypes.addressof(p), DispatchParams.c.offset
@@ -307,18 +312,15 @@ class _DispatchWords:
         self.phases = c_uint.from_address(base + c + Common.phases.offset)
         self.tokens = c_int.from_address(base + c + Common.tokens.offset)
         self.threads_a_row = c_int.from_address(base + c + Common.threads_a_row.offset)
-        self.aligned = c_int.from_address(base + DispatchParams.shape.offset + RowShape.aligned.offset)
         self.flags = c_uint.from_address(base + DispatchParams.flags.offset)
-        self.replay = c_uint64.from_address(base + DispatchParams.replay.offset)
-        rows = base + DispatchParams.input.offset
-        self.payload = c_uint64.from_address(rows + RowArrays.payload.offset)
-        self.scales = c_uint64.from_address(rows + RowArrays.scales.offset)
-        self.ids = c_uint64.from_address(rows + RowArrays.ids.offset)
-        self.weights = c_uint64.from_address(rows + RowArrays.weights.offset)
+        at = DispatchParams.shape.offset + RowShape.aligned.offset
+        _follow(at, [(4, DispatchParams.input.offset), (32, DispatchParams.replay.offset)])
+        # (aligned, payload, scales, ids, weights, replay)
+        self.pointers = functools.partial(_pack("=iQQQQQ"), p, at)
 
 
 class _CombineWords:
-    """The same of a combine."""
+    """The same of a combine: y, weights and y_rows in one run, the addresses of the maps in another."""
 
     def __init__(self, p: CombineParams) -> None:
         base, c = ctypes.addressof(p), CombineParams.c.offset
@@ -327,10 +329,20 @@ class _CombineWords:
         self.tokens = c_int.from_address(base + c + Common.tokens.offset)
         self.threads_a_row = c_int.from_address(base + c + Common.threads_a_row.offset)
         self.guard = c_int.from_address(base + CombineParams.guard.offset)
-        self.y = c_uint64.from_address(base + CombineParams.y.offset)
-        self.y_rows = c_int.from_address(base + CombineParams.y_rows.offset)
-        self.weights = c_uint64.from_address(base + CombineParams.weights.offset)
-        self.table = c_uint64.from_address(base + CombineParams.table.offset)
-        self.source = c_uint64.from_address(base + CombineParams.source.offset)
-        self.meta = c_uint64.from_address(base + CombineParams.meta.offset)
-        self.count = c_uint64.from_address(base + CombineParams.count.offset)
+        at = CombineParams.y.offset
+        _follow(at, [(8, CombineParams.weights.offset), (8, CombineParams.y_rows.offset)])
+        self.pointers = functools.partial(_pack("=QQi"), p, at)
+        at = CombineParams.table.offset
+        _follow(at, [(8, getattr(CombineParams, name).offset) for name in ("source", "meta", "count")])
+        self.maps = functools.partial(_pack("=QQQQ"), p, at)
+
+
+def _pack(layout: str) -> Callable[..., None]:
+    return struct.Struct(layout).pack_into
+
+
+def _follow(begin: int, steps: list[tuple[int, int]]) -> None:
+    """Fields lie where a run of them is written."""
+    for nbytes, offset in steps:
+        begin += nbytes
+        assert offset == begin, (offset, begin)

@@ -6,6 +6,7 @@ order. What went wrong in a kernel (a peer that is late, too many rows) is raise
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import c_int, c_void_p
 from typing import Any, TypeVar
 
@@ -66,7 +67,8 @@ class Runner:
             plan.few,
         )
         self._faults = Faults(comm)
-        self._raw_stream = torch._C._cuda_getCurrentRawStream
+        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
         self._in_halves = config.kernel_type is EpDispatchCombineKernelType.AsyncLL
         place = self._place
         self._maps = Maps(
@@ -108,29 +110,24 @@ class Runner:
 
     def _stream(self) -> int:
         """Where a call goes: after what is wrong has been raised, on the caller's stream."""
-        self._check()
-        if torch._C._cuda_getDevice() != self._device:
+        if self._faults.found():
+            self._check()
+        device = self._device
+        if self._current_device() != device:
             raise MoriError(
-                f"this op is on cuda:{self._device}, but cuda:{torch._C._cuda_getDevice()} is "
-                f"current: call it under torch.cuda.device({self._device})"
+                f"this op is on cuda:{device}, but cuda:{self._current_device()} is current: call it under "
+                f"torch.cuda.device({device})"
             )
-        return int(self._raw_stream(self._device))
+        return self._raw_stream(device)
 
     def dispatch(self, launch: DispatchLaunch, call: DispatchCall, phases: int = BOTH) -> None:
         """One kernel on the current stream."""
-        replay = call.replay
-        launch.launch(
-            self._stream(),
-            call.x,
-            call.weights,
-            call.scales,
-            call.indices,
-            None if replay is None else replay.disp_dest_tok_id_map,
-            call.geometry,
-            phases,
-            call.homeward,
+        x, weights, scales, indices, replay, geometry, homeward = call
+        again = None if replay is None else replay.disp_dest_tok_id_map
+        self._tokens = launch.launch(
+            self._stream(), x, weights, scales, indices, again, geometry, phases, homeward
         )
-        self._last, self._tokens = launch, call.x.shape[0]
+        self._last = launch
         self._since_combine += 1
 
     def dispatch_send(self, launch: DispatchLaunch, call: DispatchCall) -> None:
@@ -143,19 +140,12 @@ class Runner:
 
     def combine(self, launch: CombineLaunch, call: CombineCall, phases: int = BOTH) -> None:
         """One kernel on the current stream."""
-        routing = call.routing
-        launch.launch(
-            self._stream(),
-            call.rows,
-            call.weights,
-            call.num_tokens,
-            self._maps if routing is None else _maps_of(routing),
-            # The next dispatch tells that peers have read my rows; other uses than one combine a dispatch
-            # cannot count on it.
-            guard=launch.shape.registered and self._since_combine != 1,
-            geometry=call.geometry,
-            phases=phases,
-        )
+        rows, weights, num_tokens, routing, geometry = call
+        # The next dispatch tells that peers have read my rows; other uses than one combine a dispatch cannot
+        # count on it.
+        guard = self._since_combine != 1 and launch.shape.registered
+        maps = self._maps if routing is None else _maps_of(routing)
+        launch.launch(self._stream(), rows, weights, num_tokens, maps, guard, geometry, phases)
         self._last = launch
         self._since_combine = 0
 

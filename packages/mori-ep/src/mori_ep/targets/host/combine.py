@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mori_shmem
 from mori_shmem.device.rows import RowCode, copy_ranges, quantize_rows, sum_rows
-from mori_shmem.errors import ArgumentError, CollectiveMismatch, LayoutError
+from mori_shmem.errors import ArgumentError, CollectiveMismatch
 from mori_shmem.settings import Snapshot
 
 from mori_ep import formats
@@ -20,13 +20,16 @@ from mori_ep.settings import FP8_COMBINE_SCALE_DIM
 from mori_ep.targets import CombineCall, CombineShape
 from mori_ep.targets.host.dispatch import NOT_HERE
 from mori_ep.targets.host.flags import Flags
-from mori_ep.targets.host.limits import KINDS, wire_code
+from mori_ep.targets.host.limits import KINDS, wire_for
 from mori_ep.targets.host.marks import Marks
 from mori_ep.targets.host.routes import Routes
 
-# The low half of `staged`: what a rank brings. Weights or not, then the dtype's code, then the hidden size.
-SIGN_WEIGHTS, SIGN_DTYPE = 1 << 31, 24
+# The low half of `staged`: what a rank brings. With weights, or without any although it has rows; then the
+# dtype's code, then the hidden size. A rank that has received no rows may be given no weights where others
+# have some.
+SIGN_WEIGHTS, SIGN_NO_WEIGHTS, SIGN_DTYPE = 1 << 31, 1 << 30, 24
 MAX_HIDDEN = (1 << SIGN_DTYPE) - 1
+SIGN_ROWS = SIGN_NO_WEIGHTS - 1  # of it, what must be the same everywhere
 
 
 class CombineLaunch(NamedTuple):
@@ -58,7 +61,6 @@ class Combiner:
         self._config, self._plan, self._flags, self._marks = config, plan, flags, marks
         self._scale_dim = values[FP8_COMBINE_SCALE_DIM]
         self._me, self._bases = comm.rank, window.addresses
-        self._peers = [p for p in range(comm.world_size) if p != comm.rank]
         self._weight_bytes = config.num_experts_per_token * WEIGHT_BYTES
         self._weight_code = RowCode("fp32", config.num_experts_per_token)
         self._due: tuple[CombineLaunch, CombineCall, Routes] | None = None
@@ -69,16 +71,9 @@ class Combiner:
         return self._bases[self._me] + offset_bytes
 
     def prepare(self, shape: CombineShape) -> CombineLaunch:
-        quant = self._config.quant_type
-        wire = wire_code(shape.hidden, shape.dtype, quant, self._scale_dim)
-        if wire.nbytes > self._config.row_bytes:
-            raise LayoutError(
-                f"{quant} makes rows of {wire.nbytes} bytes of hidden size {shape.hidden}, there is room for "
-                f"{self._config.row_bytes}: MORI_FP8_COMBINE_SCALE_DIM={self._scale_dim} is too large"
-            )
-        sign = formats.CODES[shape.dtype] << SIGN_DTYPE | shape.hidden
-        sign |= SIGN_WEIGHTS if shape.weights else 0
-        return CombineLaunch(shape, wire, wire.nbytes, KINDS[shape.dtype], quant != "none", sign)
+        wire = wire_for(self._config, shape.hidden, shape.dtype, self._scale_dim)
+        quantised = self._config.quant_type != "none"
+        return CombineLaunch(shape, wire, wire.nbytes, KINDS[shape.dtype], quantised, sign_of(shape))
 
     def send(self, launch: CombineLaunch, call: CombineCall, routes: Routes) -> None:
         """Stage this rank's rows; by QUEUES put them on their way."""
@@ -88,7 +83,9 @@ class Combiner:
         self.calls += 1
         self._flags.wait("finished", self.calls - 1, "combine")
         self._stage(launch, call, routes)
-        self._flags.set("staged", self.calls, launch.sign)
+        self._flags.set(
+            "staged", self.calls, launch.sign | said_of_weights(launch.shape, routes.num_received)
+        )
         begin = 0
         for source, rows in enumerate(routes.received):
             if self._plan.combine is Way.QUEUES and source != self._me:
@@ -102,8 +99,7 @@ class Combiner:
         if self._due is None:
             return
         (launch, call, routes), self._due = self._due, None
-        queued = self._plan.combine is Way.QUEUES
-        if queued:
+        if self._plan.combine is Way.QUEUES:
             self._flags.wait("returned", self.calls, "combine")
         self._flags.wait("staged", self.calls, "combine")
         self._marks.add("wait for rows")
@@ -111,10 +107,7 @@ class Combiner:
         self._add_up(launch, call, routes)
         self._flags.set("finished", self.calls)
         self._marks.add("add up")
-        for peer in self._peers if queued else ():
-            for index in range(self._plan.num_queues):
-                self._comm.queue(peer, index).quiet()  # y may be filled again
-        if not queued and launch.shape.registered and len(self.open):
+        if launch.shape.registered and len(self.open):  # y may be filled again, with no dispatch in between
             self._flags.wait("finished", self.calls, "combine")
 
     # ---- first half ----
@@ -124,7 +117,7 @@ class Combiner:
             if tensor is not None and tensor.shape[0] < routes.num_received:
                 raise ArgumentError(
                     f"{name} has {tensor.shape[0]} rows, the dispatch that this combine belongs to brought "
-                    f"{routes.num_received} to rank {self._me}"
+                    f"{routes.num_received} to rank {self._me}: all of them are needed"
                 )
         if launch.shape.registered and call.rows.data_ptr() != self._mine(self._layout.y.offset_bytes):
             raise ArgumentError(
@@ -162,18 +155,13 @@ class Combiner:
     # ---- second half ----
 
     def _compare(self, launch: CombineLaunch, routes: Routes) -> None:
-        """Hidden size and dtype must be the same everywhere; who wants weights must get them with its
-        rows."""
+        """Hidden size, dtype and whether there are weights must be the same everywhere. All ranks look at
+        all, so that all are told."""
+        signs = [(self._me, launch.sign | said_of_weights(launch.shape, routes.num_received))]
         for peer, call, sign in self._flags.read("staged"):
-            if call != self.calls:
-                continue  # the peer is a call ahead: it has finished with this one
-            differ = (sign ^ launch.sign) & ~SIGN_WEIGHTS
-            missing = launch.shape.weights and not sign & SIGN_WEIGHTS and routes.sent[peer]
-            if differ or missing:
-                raise CollectiveMismatch(
-                    f"combine {call}: rank {self._me} brings {sign_text(launch.sign)}, rank {peer} "
-                    f"{sign_text(sign)}: all ranks must combine rows of one kind"
-                )
+            if call == self.calls:  # else the peer is a call ahead: it has finished with this one
+                signs.append((peer, sign))
+        compare_signs(self.calls, signs)
 
     def _add_up(self, launch: CombineLaunch, call: CombineCall, routes: Routes) -> None:
         slot_map, layout = routes.slot_map(self._config), self._layout
@@ -204,7 +192,39 @@ class Combiner:
         return rows, weights
 
 
+def sign_of(shape: CombineShape) -> int:
+    """Of the rows of a combine."""
+    return formats.CODES[shape.dtype] << SIGN_DTYPE | shape.hidden
+
+
+def said_of_weights(shape: CombineShape, num_received: int) -> int:
+    """What a rank says of its weights beside that."""
+    if shape.weights:
+        return SIGN_WEIGHTS
+    return SIGN_NO_WEIGHTS if num_received else 0
+
+
+def compare_signs(call: int, signs: list[tuple[int, int]]) -> None:
+    """(rank, sign) of all that are known here; the error names the first two that differ."""
+    said = 0
+    for _, sign in signs:
+        said |= sign
+    rows = {sign & SIGN_ROWS for _, sign in signs}
+    if len(rows) == 1 and not (said & SIGN_WEIGHTS and said & SIGN_NO_WEIGHTS):
+        return
+    rank, sign = min(signs)
+    if len(rows) > 1:
+        other, another = min((r, s) for r, s in signs if (s ^ sign) & SIGN_ROWS)
+    else:
+        rank, sign = min((r, s) for r, s in signs if s & SIGN_WEIGHTS)
+        other, another = min((r, s) for r, s in signs if s & SIGN_NO_WEIGHTS)
+    raise CollectiveMismatch(
+        f"combine {call}: rank {rank} brings {sign_text(sign)}, rank {other} {sign_text(another)}: all ranks "
+        "must combine rows of one kind, with weights or without"
+    )
+
+
 def sign_text(sign: int) -> str:
-    dtype = formats.DTYPES[sign >> SIGN_DTYPE & 0x7F]
+    dtype = formats.DTYPES[sign >> SIGN_DTYPE & 0x3F]
     weights = "with" if sign & SIGN_WEIGHTS else "without"
     return f"[*, {sign & MAX_HIDDEN}] {formats.names([dtype])} {weights} weights"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mori_shmem
@@ -112,7 +113,7 @@ class Dispatcher:
     def _publish_header(self, launch: DispatchLaunch, routes: Routes) -> None:
         row = launch.row
         kind = (row.payload_bytes, launch.dtype_code, row.scale_bytes, int(row.weights))
-        self._header[:] = [routes.num_tokens, *kind, int(self._replay is not None), *routes.sent]
+        self._header[:] = [routes.num_tokens, *kind, replay_code(self._replay), *routes.sent]
         at, nbytes = self._layout.header(routes.dispatch, self._me), ctypes.sizeof(self._header)
         mine = ctypes.addressof(self._header)
         copy_ranges([(base + at, mine, nbytes) for base in self._bases])
@@ -135,23 +136,9 @@ class Dispatcher:
         for source, masked in enumerate(self._flags.masked):
             address = self._mine(self._layout.header(call, source))
             headers.append([0] * words if masked else list((ctypes.c_int64 * words).from_address(address)))
-        self._compare(headers)
+        compare_headers(call, headers, self._flags.masked)
         self._settle([header[len(HEADER) :] for header in headers])
         return headers
-
-    def _compare(self, headers: list[list[int]]) -> None:
-        """Rows must be of one kind on all ranks. Without tokens a rank need not know of scales or weights."""
-        mine = headers[self._me]
-        for source, theirs in enumerate(headers):
-            for index, name in enumerate(HEADER):
-                optional = name in ("scale bytes", "weights") and 0 in (mine[0], theirs[0])
-                same = name == "tokens" or optional or theirs[index] == mine[index]
-                if not same and not self._flags.masked[source]:
-                    here, there = (formats.header_text(name, header[index]) for header in (mine, theirs))
-                    raise CollectiveMismatch(
-                        f"dispatch {self.routes.dispatch}: {name} is {here} on rank {self._me} and "
-                        f"{there} on rank {source}: all ranks must dispatch rows of one kind"
-                    )
 
     def _settle(self, counts: list[list[int]]) -> None:
         """From all counts to where rows start; too many rows raise on every rank alike."""
@@ -252,6 +239,30 @@ class Dispatcher:
         for peer in self._peers:
             for index in range(self._plan.num_queues):
                 self._comm.queue(peer, index).quiet()  # my sending blocks may be packed again
+
+
+def replay_code(handle: EpDispatchRoutingHandle | None) -> int:
+    """What a header says of the dispatch that is replayed: its number, 0 for none, -1 if it is not known."""
+    return 0 if handle is None else handle.dispatch or -1
+
+
+def compare_headers(call: int, headers: list[list[int]], masked: Sequence[bool] = ()) -> None:
+    """Rows must be of one kind on all ranks; without tokens a rank need not know of scales or weights. All
+    ranks look at all headers, so that all are told."""
+    known = [(rank, h) for rank, h in enumerate(headers) if not (masked and masked[rank])]
+    if len({tuple(header[1 : len(HEADER)]) for _, header in known}) == 1:
+        return
+    for index, name in enumerate(HEADER):
+        if name == "tokens":
+            continue
+        of = [(rank, h) for rank, h in known if h[0] or name not in ("scale bytes", "weights")]
+        for rank, header in of:
+            if header[index] != of[0][1][index]:
+                first, second = (formats.header_text(name, h[index]) for h in (of[0][1], header))
+                raise CollectiveMismatch(
+                    f"dispatch {call}: {name} is {first} on rank {of[0][0]} and {second} on rank {rank}: all "
+                    "ranks must dispatch rows of one kind"
+                )
 
 
 def _field_starts(block: int, row: RowFormat, rows: int, first: int = 0) -> list[int]:

@@ -104,10 +104,6 @@ class Runner:
         self._dispatcher.receive(self._combiner.calls)
 
     def routing(self) -> EpDispatchRoutingHandle:
-        if self._config.elastic:
-            raise UnsupportedShape(
-                "an elastic op keeps no routing: which rows arrive may differ from call to call"
-            )
         positions = self.view("out_positions", (self._config.recv_capacity,), torch.int32)
         handle = self._dispatcher.routes.handle(positions)
         self._combiner.open.add(handle)

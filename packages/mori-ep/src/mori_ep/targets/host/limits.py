@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from mori_shmem.device.rows import RowCode
+from mori_shmem.errors import LayoutError
 
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 
@@ -32,6 +33,18 @@ def why_not(config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: tor
     if quant != "none" and not config.use_external_inp_buf:
         return "a quantised transport makes its own rows: use_external_inp_buf=False would be ignored"
     return None
+
+
+def wire_for(config: EpDispatchCombineConfig, hidden: int, dtype: torch.dtype, scale_dim: int) -> RowCode:
+    """How rows of a combine of this op travel; they fit where rows as they are would lie."""
+    quant = config.quant_type
+    wire = wire_code(hidden, dtype, quant, scale_dim)
+    if wire.nbytes > config.row_bytes:
+        raise LayoutError(
+            f"{quant} makes rows of {wire.nbytes} bytes of hidden size {hidden}, there is room for "
+            f"{config.row_bytes}: MORI_FP8_COMBINE_SCALE_DIM={scale_dim} is too large"
+        )
+    return wire
 
 
 def wire_code(hidden: int, dtype: torch.dtype, quant_type: str, scale_dim: int) -> RowCode:

@@ -50,6 +50,7 @@ class Routes:
             sent_per_rank=whole(self.sent),
             first_rows=whole(self.first),
             cur_rank_num_token=self.num_tokens,
+            dispatch=self.dispatch,
         )
 
 

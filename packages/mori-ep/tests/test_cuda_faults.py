@@ -1,0 +1,132 @@
+"""What goes wrong in the kernels, by themselves (on_cpu/cuda_node.py): it is named, and nothing hangs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda_node import BF16, FP8, Node, make_inputs, on_both, on_cpu, snapshot
+from mori_ep import reference
+from mori_ep.reference import RankInput, bytes_of
+from mori_ep.targets import CombineShape, DispatchShape
+from mori_ep.targets.cuda.faults import error_of
+from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch
+from mori_shmem.errors import ArgumentError, CollectiveMismatch, PeerTimeout, UnsupportedShape
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def error_in(node: Node) -> Exception:
+    node.sync()
+    (found,) = node.faults()
+    return error_of(found, 0.3)
+
+
+@pytest.mark.parametrize("tokens", [40, 600])
+@on_both
+def test_a_rank_that_does_not_come_is_named_within_the_deadline(device: str, tokens: int) -> None:
+    node = Node(device, 2, timeout_s=0.3, max_num_inp_token_per_rank=600)
+    given = make_inputs(node, [tokens, tokens], 1)
+    node.sync()
+    node.prepared(DispatchLaunch, DispatchShape(512, BF16, 0, None, True))[0].launch(
+        node.ranks[0].raw_stream, given[0].x, given[0].weights, None, given[0].ids
+    )
+    late = error_in(node)
+    assert isinstance(late, PeerTimeout)
+    assert (late.rank, late.peers, late.wanted) == (0, (1,), 1)
+    assert "rank 0 waited more than 0.3 s for rank 1: the header of a dispatch" in str(late)
+
+
+@pytest.mark.parametrize("packets", [True, False])
+@on_both
+def test_a_combine_that_a_rank_misses_is_named(device: str, packets: bool) -> None:
+    node = Node(device, 2, timeout_s=0.3)
+    given = make_inputs(node, [40, 40], 1)
+    node.dispatch(given)
+    node.sync()
+    y = node.ranks[1].view("y", (node.config.recv_capacity, 512), BF16)
+    launch = node.prepared(CombineLaunch, CombineShape(512, BF16, False, True))[1]
+    maps = node.ranks[1].maps if packets else replace(node.ranks[1].maps, meta=None)
+    launch.launch(node.ranks[1].raw_stream, y, None, 40, maps)
+    late = error_in(node)
+    assert isinstance(late, PeerTimeout)
+    assert (late.rank, late.peers) == (1, (0,))
+
+
+@on_both
+def test_more_rows_than_there_is_room_for(device: str) -> None:
+    """The rows that fit are right, nothing is written beyond them, and all ranks' errors have the numbers."""
+    node = Node(device, 2, max_num_inp_token_per_rank=600, max_total_recv_tokens=200)
+    for tokens in (128, 600):
+        given = make_inputs(node, [tokens, 7], 2, experts=range(8))
+        node.sync()
+        node.dispatch(given)
+        got = snapshot(node, given)
+        node.sync()
+        errors = [error_of(found, 1) for found in node.faults()]
+        assert [type(error) for error in errors] == [UnsupportedShape] * 2
+        room = node.config.recv_per_source
+        assert f"rank 0 sends {node.scaled(tokens)} rows to rank 0" in str(errors[1])
+        assert f"room for {room} of each rank" in str(errors[1])
+        count = min(node.scaled(tokens) + 7, 2 * room)
+        assert int(got[0]["count"]) == count
+        rows = torch.cat([bytes_of(g.x) for g in given])[:count]
+        assert torch.equal(got[0]["out"][:count], rows)
+        for rank in node.ranks:
+            rank.record.zero_()
+            assert not rank.view("y", (1, 512), BF16).any()  # what lies behind
+
+
+@on_both
+def test_a_combine_of_too_few_rows(device: str) -> None:
+    node = Node(device, 2)
+    given = make_inputs(node, [40, 40], 1)
+    node.dispatch(given)
+    node.sync()
+    y = [
+        torch.zeros(256, 512, dtype=BF16, device=node.device),
+        torch.zeros(7, 512, dtype=BF16, device=node.device),
+    ]
+    node.combine(y, None, [40, 40])
+    error = error_in(node)
+    assert isinstance(error, ArgumentError)
+    assert "rank 1 combined an input of 7 rows" in str(error)
+
+
+@on_both
+def test_calls_of_different_kinds_are_told_apart(device: str) -> None:
+    node = Node(device, 2, timeout_s=0.5)
+    bf16, fp8 = make_inputs(node, [9, 9], 1), make_inputs(node, [9, 9], 1, dtype=FP8)
+    shapes = (DispatchShape(512, BF16, 0, None, True), DispatchShape(512, FP8, 0, None, True))
+    launches = [node.prepared(DispatchLaunch, shape)[r] for r, shape in enumerate(shapes)]
+    node.sync()
+    for rank, launch, given in zip(node.ranks, launches, (bf16[0], fp8[1]), strict=True):
+        launch.launch(rank.raw_stream, given.x, given.weights, None, given.ids)
+    node.sync()
+    errors = [error_of(found, 0.5) for found in node.faults()]
+    assert [type(error) for error in errors] == [CollectiveMismatch] * 2
+    assert "rank 1 made a dispatch of another kind than rank 0" in str(errors[0])
+
+
+@on_both
+def test_a_masked_rank_is_neither_sent_to_nor_waited_for(device: str) -> None:
+    node = Node(device, 3, timeout_s=0.5)
+    calls = [make_inputs(node, [30, 40, 50], i) for i in range(4)]
+    node.sync()
+    for given in calls:
+        results = []
+        shape = DispatchShape(512, BF16, 0, None, True)
+        for r in (0, 2):
+            rank, launch = node.ranks[r], node.prepared(DispatchLaunch, shape)[r]
+            launch.set_alive(0b101)
+            launch.launch(rank.raw_stream, given[r].x, given[r].weights, None, given[r].ids)
+        node.sync()
+        assert node.faults() == []
+        results = snapshot(node, given)
+        node.sync()
+        gone = RankInput(given[1].x[:0], given[1].ids[:0], given[1].weights[:0], None)
+        wanted = reference.dispatch(on_cpu([given[0], gone, given[2]]), node.config.num_experts_per_rank)
+        for r in (0, 2):
+            assert torch.equal(results[r]["out"][: wanted[r].count].cpu(), bytes_of(wanted[r].rows))
+            assert int(results[r]["count"]) == wanted[r].count
