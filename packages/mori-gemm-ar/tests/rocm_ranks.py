@@ -8,7 +8,6 @@ the same functions run on them (test_rocm_op.py).
 
 import ctypes
 import json
-import logging
 import os
 import signal
 import sys
@@ -447,33 +446,26 @@ def missing_rank(world_size):
 
 
 def die_in_the_middle(world_size):
-    """Rank 1 kills itself when it should make its second call; the others tell what they saw, and how
-    late."""
-    comm = mori_shmem.init("rocm", timeout_s=6)
-    op = made(comm, "fused-sdma", self_test=False)
+    """Pairs of ranks, one for each mode. The second of a pair kills itself when it should make its second
+    call; the first tells what it saw, how late, and how long it took to close."""
+    pair, rank = divmod(int(os.environ["RANK"]), 2)
+    store = torch.distributed.FileStore(f"{os.environ['PAIRS']}/{pair}", 2)
+    comm = mori_shmem.init("rocm", rank=rank, world_size=2, store=store, name=str(pair))
+    op = made(comm, MODES[1 + pair], self_test=False)
     call(comm, op, 70, 0)
     comm.barrier()
-    if comm.rank == 1:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
+    times, text = [time.monotonic()], "the call returned"
     try:
         call(comm, op, 70, 1)
     except MoriError as error:
-        late_s, text = time.monotonic() - began, f"{type(error).__name__}: {error}"
-        lines = kept_lines()
-        op.close()
-        comm.close()
-        return {"seen": text, "late_s": late_s, "said": lines}
-    return {"seen": "the call returned", "late_s": 0.0, "said": []}
-
-
-def kept_lines():
-    """What the op logs from now on, as it comes."""
-    lines = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("mori_gemm_ar").addHandler(handler)
-    return lines
+        text = f"{type(error).__name__}: {error}"
+    times.append(time.monotonic())
+    op.close()
+    comm.close()
+    times.append(time.monotonic())
+    return {"mode": op.options.mode, "seen": text, "late_s": times[1] - times[0], "close_s": times[2] - times[1]}
 
 
 def refusals(world_size):
