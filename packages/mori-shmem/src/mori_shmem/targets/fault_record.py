@@ -5,8 +5,8 @@ look at it is a load and no copy. The first wait that fails owns it (compare-and
 fills it in, and publishes it with code 1; waits that come later see a code that is not 0 and end at once,
 so that a kernel whose call has failed is not held up once per flag. Taking the record clears it.
 
-The host may end the kernels' waits as well: `abandon`, when a rank has died. They see a code that is not 0 and
-write nothing; the record stays so, since that rank does not come back.
+The host may end the kernels' waits as well: `abandon`, when a rank has died. They see a code that is not 0
+and write nothing; the record stays so, since that rank does not come back.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def wait_at_least(address, value, record, what, peer, deadline, index=0, scope="
         over, next_look = out_of_time(record, deadline, next_look)
         fx.rocdl.s_sleep(1)
         seen = look(address)
-    # A loop that was not given up has seen the value. To compare it again is no help where `over` is 0: lanes that
-    # load one word may differ in what they see, and the compiler takes them for equal.
+    # A loop that was not given up has seen the value. To compare once more would be wrong: lanes that load
+    # one word may differ in what they see, while the compiler takes them for equal.
     if (seen < value) & (over != 0):
         write_record(record, what, peer, index, seen, value)
     acquire_fence(scope)
