@@ -19,11 +19,11 @@ from mori_shmem import errors
 
 MIB = 1 << 20
 U8 = torch.uint8
-hip = ctypes.CDLL("libamdhip64.so.7")
 
 
-def check(code: int) -> None:
-    assert code == 0, code
+def hip(call: str, *arguments: Any) -> None:
+    """One call of the vendor's library, which ranks cannot be handed by value."""
+    assert (code := getattr(ctypes.CDLL("libamdhip64.so.7"), call)(*arguments)) == 0, (call, code)
 
 
 class Segment:
@@ -31,27 +31,27 @@ class Segment:
 
     def __init__(self, device: int, pieces: tuple[int, ...], *, exportable: bool = True) -> None:
         self.nbytes, self.at, self.handles = sum(pieces) * MIB, c_void_p(), []
-        check(hip.hipMemAddressReserve(byref(self.at), c_size_t(self.nbytes), 0, None, c_uint64(0)))
+        hip("hipMemAddressReserve", byref(self.at), c_size_t(self.nbytes), 0, None, c_uint64(0))
         assert self.at.value
         place = self.at.value
         for mib in pieces:
             handle = c_void_p()
             wanted = struct.pack("<iiiiQBBHi", 1, int(exportable), 1, device, 0, 0, 0, 0, 0)
-            check(hip.hipMemCreate(byref(handle), c_size_t(mib * MIB), wanted, c_uint64(0)))
-            check(hip.hipMemMap(c_void_p(place), c_size_t(mib * MIB), c_size_t(0), handle, c_uint64(0)))
+            hip("hipMemCreate", byref(handle), c_size_t(mib * MIB), wanted, c_uint64(0))
+            hip("hipMemMap", c_void_p(place), c_size_t(mib * MIB), c_size_t(0), handle, c_uint64(0))
             self.handles.append((place, mib * MIB, handle))
             place += mib * MIB
         access = struct.pack("<iii", 1, device, 3)
-        check(hip.hipMemSetAccess(self.at, c_size_t(self.nbytes), access, c_size_t(1)))
+        hip("hipMemSetAccess", self.at, c_size_t(self.nbytes), access, c_size_t(1))
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(self.at.value + offset), dtype=U8)
 
     def free(self) -> None:
         for place, nbytes, handle in self.handles:
-            check(hip.hipMemUnmap(c_void_p(place), c_size_t(nbytes)))
-            check(hip.hipMemRelease(handle))
-        check(hip.hipMemAddressFree(self.at, c_size_t(self.nbytes)))
+            hip("hipMemUnmap", c_void_p(place), c_size_t(nbytes))
+            hip("hipMemRelease", handle)
+        hip("hipMemAddressFree", self.at, c_size_t(self.nbytes))
 
 
 def device_of(comm: mori_shmem.Communicator) -> int:
@@ -127,7 +127,7 @@ def what_cannot_be_imported_is_refused_everywhere(comm: mori_shmem.Communicator)
     ordinary = comm.alloc(MIB).tensor(MIB, U8).clone()
     refused(comm, ordinary if comm.rank == last else mine[:MIB], f"rank {last}: it is not memory of a GPU")
     plain = c_void_p()
-    check(hip.hipMalloc(byref(plain), c_size_t(MIB)))
+    hip("hipMalloc", byref(plain), c_size_t(MIB))
     unmapped = torch.frombuffer((ctypes.c_uint8 * MIB).from_address(plain.value or 0), dtype=U8)
     refused(comm, unmapped if comm.rank == last else mine[:MIB], "expandable_segments:True")
     elsewhere = Segment((device + 1) % comm.world_size, (2,)).tensor(0, MIB)
