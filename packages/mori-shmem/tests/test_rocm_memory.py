@@ -38,6 +38,15 @@ def test_memory_that_torch_allocated_is_a_window(ranks: int) -> None:
     assert outcome.code == 0, outcome.output
 
 
+@needs_node
+@pytest.mark.parametrize(("way", "code"), [("bare", 3), ("fenced", 0)])
+def test_a_second_address_of_the_same_memory_is_no_way_around_a_fence(way: str, code: int) -> None:
+    outcome = simulate("alias.py", way, devices=1, options=STRICT)
+    assert outcome.ok == ["read"], outcome.output
+    assert outcome.code == code, outcome.output
+    assert ("bytes need not have left the L2" in outcome.output) == (way == "bare")
+
+
 def test_other_backends_refuse_it_and_say_what_to_take() -> None:
     import torch
 
