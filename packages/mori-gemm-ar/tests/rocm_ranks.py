@@ -81,7 +81,8 @@ def on_device(comm, *tensors):
 
 
 def made(comm, mode, options=None, *, n=N, k=K, m_max=M_MAX, **more):
-    options = {"self_test": IN_ORDER, **(options or {}), **more}
+    tests_itself = IN_ORDER and comm.world_size not in (4, 8)
+    options = {"self_test": tests_itself, **(options or {}), **more}
     if options.get("gather_transport") == "other":
         options["gather_transport"] = "lsa" if mode.endswith("sdma") else "sdma"
     return GemmAllReduce(comm, n=n, k=k, m_max=m_max, mode=mode, **options)
@@ -109,7 +110,7 @@ def modes(world_size):
     found, rows = {}, ROWS if world_size <= 2 else ROWS[:3]
     with mori_shmem.init("rocm") as comm:
         for mode in MODES:
-            for quant in QUANTS:
+            for quant in QUANTS if IN_ORDER else QUANTS[:1]:
                 for wire, options in WIRES.items() if mode != "gemm-only" else [("bf16", {})]:
                     with made(comm, mode, options, quant=quant) as op:
                         found[f"{mode} {quant} {wire}"] = [

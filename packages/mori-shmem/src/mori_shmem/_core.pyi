@@ -41,6 +41,7 @@ ErrorKind = Literal[
     "missing_library",  # info: library, tried
     "driver",  # a call of the vendor's failed. info: call, code, error (the driver's words)
     "inert_queue",  # a queue whose probe did not come back. info: engine, how
+    "not_importable",  # memory that cannot be a window. info: why
 ]
 
 class CoreError(Exception):

@@ -202,7 +202,7 @@ class Communicator:
             fds = [fd for offer in offers for fd in offer.fds]
             self._check_offers([offer.value for offer in offers])
             core = self._all_or_none(
-                "map", lambda: self.target.map_window(self.core, part, fds, nbytes, deadline), deadline
+                "alloc", lambda: self.target.map_window(self.core, part, fds, nbytes, deadline), deadline
             )
         finally:
             if part:
@@ -234,7 +234,7 @@ class Communicator:
             fds = [offer.fds for offer in offers]
             places = imports.check_offers([offer.value for offer in offers])
             core = self._all_or_none(
-                "map", lambda: self.target.map_imported(self.core, part, places, fds), deadline
+                "import_tensor", lambda: self.target.map_imported(self.core, part, places, fds), deadline
             )
         finally:
             if part:
@@ -279,12 +279,12 @@ class Communicator:
         try:
             result = action()
         except CoreError as error:
-            fault = str(worded(error, self, f"alloc ({what})"))
-        for rank, message in enumerate(self._mesh.exchange(f"alloc/{what}", fault, deadline)):
+            fault = str(worded(error, self, f"{what} (map)"))
+        for rank, message in enumerate(self._mesh.exchange(f"{what}/map", fault, deadline)):
             if message.value is not None:
                 if result is not None:
                     result.close()
-                raise LayoutError(f"alloc failed on rank {rank}: {message.value}")
+                raise LayoutError(f"{what} failed on rank {rank}: {message.value}")
         return result
 
     # ---- copy queues ----

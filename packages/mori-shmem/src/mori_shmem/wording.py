@@ -47,8 +47,6 @@ def worded(error: CoreError, comm: Communicator, doing: str) -> MoriError:
         return LayoutError(
             f"{who}: {info.get('what')}{_place(info, comm)} is not {info.get('alignment')}-aligned"
         )
-    if error.kind == "not_importable":
-        return LayoutError(f"{who}: {info.get('why')}")
     if error.kind in ("bad_value", "bad_queue"):
         return ArgumentError(f"{who}: {_facts(info)}")
     if error.kind == "closed":
