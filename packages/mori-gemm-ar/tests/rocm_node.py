@@ -21,6 +21,7 @@ from mori_gemm_ar.targets.rocm.gemm import Gemm, shape_for
 from mori_gemm_ar.targets.rocm.gemm_kernel import gemm_kernel
 from mori_gemm_ar.targets.rocm.launch import Here, Launches
 from mori_gemm_ar.targets.rocm.limits import MAX_BAND_ROWS
+from mori_gemm_ar.targets.rocm.meet import OTHER_M
 from mori_gemm_ar.targets.rocm.regions import layout_for
 from mori_gemm_ar.targets.rocm.wire import one_slice
 from mori_gemm_ar.testing import gx
@@ -151,20 +152,20 @@ class Op:
 
     def queue(self, m, turn, late=None):
         """One call on every device, and behind it what a caller may do: take the result, and write over it.
-        Returns at once; `late` is a rank that begins when the others cannot get on without it."""
-        taken = [
-            mori_sim.empty(m, self.n, dtype=torch.bfloat16, device=r) for r in range(self.node.world_size)
-        ]
+        Returns at once. `m` is that of all ranks, or a tuple of theirs; `late` is a rank that begins when the
+        others cannot get on without it."""
+        rows = m if isinstance(m, tuple) else (m,) * self.node.world_size
+        taken = [mori_sim.empty(m, self.n, dtype=torch.bfloat16, device=r) for r, m in enumerate(rows)]
         ranks = sorted(range(self.node.world_size), key=lambda rank: rank == late)
         for rank in ranks:
             if rank == late:
                 time.sleep(LATE_S)
-            self.begin(rank, m, turn)
+            self.begin(rank, rows[rank], turn)
         for rank in ranks:
             if rank == late:  # a second time, when all partial sums are there
                 time.sleep(LATE_S)
-            self.finish(rank, m)
-            at, nbytes = self.base + rank * self.stride + self.layout.output_row(0), m * self.n * 2
+            self.finish(rank, rows[rank])
+            at, nbytes = self.base + rank * self.stride + self.layout.output_row(0), rows[rank] * self.n * 2
             copy = (c_void_p(taken[rank].data_ptr()), c_void_p(at), c_size_t(nbytes), c_int(3), None)
             check("copy", hip.hipMemcpyAsync(*copy))
             check("fill", hip.hipMemsetAsync(c_void_p(at), c_int(0xFF), c_size_t(nbytes), None))
@@ -200,10 +201,13 @@ class Op:
         kernel.launch(partials.product(where), cut.num_tiles(-(-self.n // shape.cols)), 0)
 
     def settle(self):
-        """Until everything queued has ended; [rank's fault record] for each that a late wait has written."""
+        """Until everything queued has ended; for each fault record that a kernel has written, what it is
+        about."""
         mori_sim.synchronize()
         late = [
-            f"rank {rank}: {record.tolist()}" for rank, record in enumerate(self.node.records) if record[0]
+            "other M" if record[words.RECORD_WHAT // 4] == OTHER_M else "deadline"
+            for record in self.node.records
+            if record[0]
         ]
         for record in self.node.records:
             record.zero_()

@@ -40,6 +40,7 @@ CAUGHT_BY = {
     "chunk: posted by the last tile": "result",
     "chunk: counted behind its bytes": "result",
     "call: counters are noted": "deadline",
+    "meet: M is compared": "result",
     "scatter: counted behind its bytes": "result",
     "drain: waits for partial sums": "result",
     "drain: tells the peers (lsa)": "deadline",
@@ -95,5 +96,10 @@ def test_an_obligation_that_is_left_out_is_noticed(caught: dict[str, str], name:
     assert CAUGHT_BY[name] in caught[name]
 
 
+def test_ranks_with_different_m_are_told_and_nothing_else_would_tell(caught: dict[str, str]) -> None:
+    assert caught["nothing: different M"] == "other M"
+    assert caught["meet: M is compared"] == "result"
+
+
 def test_all_obligations_are_in_the_table(caught: dict[str, str]) -> None:
-    assert caught.keys() == {*CAUGHT_BY, *(f"nothing: {op}" for op in NOTHING_LEFT_OUT)}
+    assert caught.keys() == {*CAUGHT_BY, *(f"nothing: {op}" for op in (*NOTHING_LEFT_OUT, "different M"))}

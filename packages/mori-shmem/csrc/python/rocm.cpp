@@ -1,4 +1,5 @@
 // The rocm target: a device, windows and words on it, and queues of its copy engines.
+#include "rocm/imported.h"
 #include "rocm/queue.h"
 #include "rocm/window.h"
 
@@ -20,22 +21,41 @@ struct DeviceProgram {
 
 // A window as Python has it: closed for packets before its memory goes, which views of it keep.
 struct DeviceWindow {
-  DeviceWindow(DevicePtr owner, int rank, int world_size, uint64_t nbytes, bool uncached)
+  DeviceWindow(DevicePtr owner, int rank, std::shared_ptr<Mapping> memory)
       : device(std::move(owner)),
-        mapping(std::make_shared<rocm::DeviceWindow>(device->ordinal, rank, world_size, nbytes, uncached)),
+        mapping(std::move(memory)),
         base(mapping->base),
         stride(mapping->stride),
-        nbytes(nbytes),
+        nbytes(mapping->nbytes),
         rank(rank),
-        world_size(world_size) {}
+        world_size(mapping->world_size) {}
   ~DeviceWindow() { close(); }
 
-  rocm::DeviceWindow& open() {
+  static std::unique_ptr<DeviceWindow> create(DevicePtr device, int rank, int world_size, uint64_t nbytes, bool uncached) {
+    auto memory = std::make_shared<rocm::DeviceWindow>(device->ordinal, rank, world_size, nbytes, uncached);
+    auto window = std::make_unique<DeviceWindow>(std::move(device), rank, memory);
+    window->created = memory.get();
+    return window;
+  }
+  static std::unique_ptr<DeviceWindow> imported(DevicePtr device, int rank, const rocm::Pieces& mine,
+                                                const std::vector<rocm::PeerPieces>& ranks) {
+    auto memory = std::make_shared<rocm::ImportedWindow>(device->ordinal, rank, mine, ranks);
+    auto window = std::make_unique<DeviceWindow>(std::move(device), rank, memory);
+    window->device->space.add(memory);
+    return window;
+  }
+
+  Mapping& open() {
     if (!mapping) throw Error("closed", {{"what", std::string("window")}});
     return *mapping;
   }
+  int export_fd() {
+    open();
+    return created->export_fd();
+  }
   void import_peers(const std::vector<int>& fds) {
-    open().import_peers(fds);
+    open();
+    created->import_peers(fds);
     device->space.add(mapping);
   }
   Span span(int of_rank, uint64_t offset_bytes, uint64_t span_bytes) {
@@ -52,7 +72,8 @@ struct DeviceWindow {
   }
 
   const DevicePtr device;
-  std::shared_ptr<rocm::DeviceWindow> mapping;
+  std::shared_ptr<Mapping> mapping;
+  rocm::DeviceWindow* created = nullptr;  // the mapping, where its memory is our own
   const uint64_t base, stride, nbytes;
   const int rank, world_size;
 };
@@ -112,16 +133,32 @@ void bind_memory_of_device(py::module_& m) {
       })
       .def_property_readonly("address", &rocm::Words::address)
       .def_readonly("nbytes", &rocm::Words::nbytes);
+  py::class_<rocm::Pieces>(m, "RocmPieces")
+      .def(py::init([](const Device& d, uint64_t address, uint64_t nbytes) {
+             return std::make_unique<rocm::Pieces>(d.ordinal, address, nbytes);
+           }),
+           py::arg("device"), py::arg("address"), py::arg("nbytes"), NoGil())
+      .def_readonly("lead", &rocm::Pieces::lead)
+      .def_readonly("sizes", &rocm::Pieces::sizes)
+      .def("export_fds", &rocm::Pieces::export_fds);
   py::class_<DeviceWindow>(m, "RocmWindow")
-      .def(py::init<DevicePtr, int, int, uint64_t, bool>(), py::arg("device"), py::arg("rank"), py::arg("world_size"),
-           py::arg("nbytes"), py::arg("uncached"), NoGil())
+      .def(py::init(&DeviceWindow::create), py::arg("device"), py::arg("rank"), py::arg("world_size"), py::arg("nbytes"),
+           py::arg("uncached"), NoGil())
+      .def_static(
+          "imported",
+          [](DevicePtr d, int rank, const rocm::Pieces& mine, const std::vector<std::tuple<uint64_t, std::vector<uint64_t>, std::vector<int>>>& ranks) {
+            std::vector<rocm::PeerPieces> pieces;
+            for (const auto& [lead, sizes, fds] : ranks) pieces.push_back({lead, sizes, fds});
+            return DeviceWindow::imported(std::move(d), rank, mine, pieces);
+          },
+          py::arg("device"), py::arg("rank"), py::arg("mine"), py::arg("ranks"), NoGil())
       .def_readonly("base", &DeviceWindow::base)
       .def_readonly("stride", &DeviceWindow::stride)
       .def_readonly("nbytes", &DeviceWindow::nbytes)
       .def_readonly("rank", &DeviceWindow::rank)
       .def_readonly("world_size", &DeviceWindow::world_size)
       .def_property_readonly("closed", [](const DeviceWindow& w) { return !w.mapping; })
-      .def("export_fd", [](DeviceWindow& w) { return w.open().export_fd(); })
+      .def("export_fd", &DeviceWindow::export_fd)
       .def("import_peers", &DeviceWindow::import_peers, py::arg("fds"), NoGil())
       .def("span", &DeviceWindow::span, py::arg("rank"), py::arg("offset_bytes"), py::arg("nbytes"))
       .def("close", &DeviceWindow::close, NoGil());

@@ -21,6 +21,13 @@ struct AllocationProperties {  // hipMemAllocationProp
 struct AccessDescription {  // hipMemAccessDesc
   int location_type, location_id, flags;
 };
+struct PointerAttributes {  // hipPointerAttribute_t, and room for what a later one may add
+  int type, device;
+  void *device_pointer, *host_pointer;
+  int managed;
+  unsigned flags;
+  uint64_t later_fields[8];
+};
 constexpr int kPinned = 1, kUncached = 0x40000000, kFileDescriptor = 1, kOnDevice = 1, kReadWrite = 3;
 constexpr unsigned kDeviceUncached = 3, kSignalMemory = 2;  // hipExtMallocWithFlags
 constexpr int kHipSuccess = 0, kHipNotReady = 600, kHipPeerAlreadyEnabled = 704;
@@ -59,7 +66,9 @@ constexpr int kHipSuccess = 0, kHipNotReady = 600, kHipPeerAlreadyEnabled = 704;
   X(hipMemSetAccess, int, (void*, size_t, const AccessDescription*, size_t))                      \
   X(hipMemExportToShareableHandle, int, (void*, void*, int, unsigned long long))                  \
   X(hipMemImportFromShareableHandle, int, (void**, void*, int))                                   \
-  X(hipMemRetainAllocationHandle, int, (void**, void*))
+  X(hipMemRetainAllocationHandle, int, (void**, void*))                                           \
+  X(hipMemGetAddressRange, int, (void**, size_t*, void*))                                         \
+  X(hipPointerGetAttributes, int, (PointerAttributes*, const void*))
 
 // libhsakmt, its 2025 structures (packed to 4 bytes)
 #pragma pack(push, 4)

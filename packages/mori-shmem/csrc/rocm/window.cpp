@@ -1,48 +1,16 @@
 #include "rocm/window.h"
 
-#include <unistd.h>
-
 #include "rocm/device.h"
+#include "rocm/vmm.h"
 
 namespace mori::rocm {
-
-namespace {
-
-constexpr int kRecommendedGranularity = 1;
-constexpr int kHipWithPlainDescriptors = 70100000;  // from 7.1 on a descriptor is imported by value, not by its address
-constexpr int kAccessTries = 5;  // the driver may still be busy with the mapping
-std::mutex vmm_mutex;  // the driver's calls for mappings are made one at a time
-
-AllocationProperties properties(int ordinal, bool uncached) {
-  AllocationProperties wanted{};
-  wanted.type = uncached ? kUncached : kPinned;
-  wanted.handle_types = kFileDescriptor;
-  wanted.location_type = kOnDevice;
-  wanted.location_id = ordinal;
-  return wanted;
-}
-
-void allow_access(void* address, uint64_t nbytes, int ordinal) {
-  const AccessDescription access{kOnDevice, ordinal, kReadWrite};
-  int code = kHipSuccess;
-  for (int tries = 0; tries < kAccessTries; ++tries) {
-    code = hip().hipMemSetAccess(address, nbytes, &access, 1);
-    if (code == kHipSuccess) return;
-    usleep(1000u << tries);
-  }
-  check_hip(code, "hipMemSetAccess");
-}
-
-}  // namespace
 
 DeviceWindow::DeviceWindow(int ordinal, int rank_, int world_size_, uint64_t nbytes_, bool uncached)
     : Mapping(nbytes_, world_size_), rank(rank_), ordinal_(ordinal), handles_(static_cast<size_t>(world_size_)) {
   const OnDevice on(ordinal);
-  const std::lock_guard<std::mutex> lock(vmm_mutex);
+  const std::lock_guard<std::mutex> lock(vmm_mutex());
   const AllocationProperties wanted = properties(ordinal, uncached);
-  size_t granularity = 0;
-  check_hip(hip().hipMemGetAllocationGranularity(&granularity, &wanted, kRecommendedGranularity),
-            "hipMemGetAllocationGranularity");
+  const uint64_t granularity = granularity_of(ordinal, uncached);
   stride = (nbytes + granularity - 1) / granularity * granularity;
   check_hip(hip().hipMemAddressReserve(&reservation_, stride * handles_.size(), granularity, nullptr, 0),
             "hipMemAddressReserve");
@@ -59,7 +27,7 @@ DeviceWindow::DeviceWindow(int ordinal, int rank_, int world_size_, uint64_t nby
 }
 
 DeviceWindow::~DeviceWindow() {
-  const std::lock_guard<std::mutex> lock(vmm_mutex);
+  const std::lock_guard<std::mutex> lock(vmm_mutex());
   give_back();
 }
 
@@ -93,18 +61,10 @@ int DeviceWindow::export_fd() const {
 
 void DeviceWindow::import_peers(const std::vector<int>& fds) {
   const OnDevice on(ordinal_);
-  const std::lock_guard<std::mutex> lock(vmm_mutex);
-  int version = 0;
-  check_hip(hip().hipRuntimeGetVersion(&version), "hipRuntimeGetVersion");
+  const std::lock_guard<std::mutex> lock(vmm_mutex());
   for (int peer = 0; peer < world_size; ++peer) {
     if (peer == rank) continue;
-    int fd = fds[static_cast<size_t>(peer)];
-    void* const by_value = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
-    void* handle = nullptr;
-    check_hip(hip().hipMemImportFromShareableHandle(&handle, version >= kHipWithPlainDescriptors ? by_value : &fd,
-                                                    kFileDescriptor),
-              "hipMemImportFromShareableHandle");
-    map(peer, handle);
+    map(peer, import_fd(fds[static_cast<size_t>(peer)]));
   }
 }
 

@@ -41,6 +41,7 @@ ErrorKind = Literal[
     "missing_library",  # info: library, tried
     "driver",  # a call of the vendor's failed. info: call, code, error (the driver's words)
     "inert_queue",  # a queue whose probe did not come back. info: engine, how
+    "not_importable",  # memory that cannot be a window. info: why
 ]
 
 class CoreError(Exception):
@@ -303,6 +304,16 @@ class RocmWords:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
+class RocmPieces:
+    """The mapped allocations that hold a range of device memory; their handles are kept as long as this
+    lives. CoreError "not_importable" (why)."""
+
+    lead: int
+    sizes: list[int]
+    def __init__(self, device: RocmDevice, address: int, nbytes: int) -> None: ...
+    def export_fds(self) -> list[int]:
+        """A descriptor of each; the caller owns them."""
+
 class RocmWindow:
     """All ranks' parts of a window in this process. Made with this rank's part mapped and zeroed; peers'
     parts come with import_peers, and from then on packets may touch the window."""
@@ -316,8 +327,17 @@ class RocmWindow:
     def __init__(
         self, device: RocmDevice, rank: int, world_size: int, nbytes: int, uncached: bool
     ) -> None: ...
+    @staticmethod
+    def imported(
+        device: RocmDevice,
+        rank: int,
+        mine: RocmPieces,
+        ranks: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+    ) -> RocmWindow:
+        """A window of memory that others have allocated; `ranks` are everybody's (lead, sizes, fds)."""
+
     def export_fd(self) -> int:
-        """A descriptor of this rank's part; the caller owns it."""
+        """A descriptor of this rank's part; the caller owns it. Not of imported memory."""
 
     def import_peers(self, fds: Sequence[int]) -> None:
         """In rank order; this rank's own is not looked at."""

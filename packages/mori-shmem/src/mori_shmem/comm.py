@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mori_shmem import steps, variables
+from mori_shmem import imports, steps, variables
 from mori_shmem.bootstrap import Place, find_place, register
 from mori_shmem.core import CoreError
 from mori_shmem.deadline import Deadline
@@ -202,7 +202,7 @@ class Communicator:
             fds = [fd for offer in offers for fd in offer.fds]
             self._check_offers([offer.value for offer in offers])
             core = self._all_or_none(
-                "map", lambda: self.target.map_window(self.core, part, fds, nbytes, deadline), deadline
+                "alloc", lambda: self.target.map_window(self.core, part, fds, nbytes, deadline), deadline
             )
         finally:
             if part:
@@ -210,6 +210,39 @@ class Communicator:
             for fd in fds:
                 os.close(fd)
         window = Window(self, core, self._num_windows)
+        self._num_windows += 1
+        self._windows.add(window)
+        return window
+
+    def import_tensor(self, tensor: torch.Tensor) -> Window:
+        """The memory of a tensor that torch has allocated, as a window: every rank's tensor is its part, and
+        peers put to it and read it in place. Collective; a difference between ranks raises on all.
+
+        Backend rocm, for contiguous tensors in memory that torch has mapped itself
+        (PYTORCH_HIP_ALLOC_CONF=expandable_segments:True); elsewhere `alloc` makes windows that tensors can
+        view. Nothing is zeroed or copied. The window keeps the tensor; closing it ends the peers' access and
+        leaves the tensor as it is.
+        """
+        self.check_open()
+        imports.check_backend(self)
+        deadline = Deadline(self.timeout_s)
+        part, fault = imports.part_of(self, tensor)
+        given = (imports.size_of(tensor), part.place if part else None, fault)
+        fds: list[list[int]] = []
+        try:
+            offers = self._mesh.exchange("import_tensor", given, deadline, part.fds if part else [])
+            fds = [offer.fds for offer in offers]
+            places = imports.check_offers([offer.value for offer in offers])
+            core = self._all_or_none(
+                "import_tensor", lambda: self.target.map_imported(self.core, part, places, fds), deadline
+            )
+        finally:
+            if part:
+                part.close()
+            for fd in (fd for theirs in fds for fd in theirs):
+                os.close(fd)
+        window = Window(self, core, self._num_windows)
+        window.keeps = (tensor, part)
         self._num_windows += 1
         self._windows.add(window)
         return window
@@ -246,12 +279,12 @@ class Communicator:
         try:
             result = action()
         except CoreError as error:
-            fault = str(worded(error, self, f"alloc ({what})"))
-        for rank, message in enumerate(self._mesh.exchange(f"alloc/{what}", fault, deadline)):
+            fault = str(worded(error, self, f"{what} (map)"))
+        for rank, message in enumerate(self._mesh.exchange(f"{what}/map", fault, deadline)):
             if message.value is not None:
                 if result is not None:
                     result.close()
-                raise LayoutError(f"alloc failed on rank {rank}: {message.value}")
+                raise LayoutError(f"{what} failed on rank {rank}: {message.value}")
         return result
 
     # ---- copy queues ----

@@ -28,7 +28,7 @@ from mori_shmem.errors import ClosedError, CollectiveMismatch, PeerDied, PeerTim
 from mori_shmem.rendezvous import ranks_text
 
 _HEADER = struct.Struct("<QII")  # bytes of the pickle, number of descriptors, 1 for "I am leaving"
-_MAX_FDS = 16
+_MAX_FDS = 250  # the kernel passes at most 253
 
 
 class Message(NamedTuple):

@@ -107,6 +107,7 @@ class Window:
         self.comm = comm
         self.core = core  # the target's window
         self.nbytes: int = core.nbytes
+        self.keeps: Any = None  # whose memory it is, where it was not allocated here
         self.number = number  # the how manieth window of its communicator: equal on all ranks
         self.handle = Handle(core.base, core.stride, core.rank, core.world_size, getattr(core, "table", 0))
         self.addresses: tuple[int, ...] = comm.target.addresses_of(
@@ -135,6 +136,7 @@ class Window:
         """Take this rank's view of the window away from queues and signals. Local; tensors made before stay
         valid."""
         self.core.close()
+        self.keeps = None
 
     @property
     def closed(self) -> bool:

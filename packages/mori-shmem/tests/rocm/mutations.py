@@ -111,7 +111,7 @@ MUTATIONS: dict[str, tuple[str, list[Change]]] = {
     "lock_queue: does not wait": (
         "locked",
         [
-            ("queue.py", "    while (taken != 0) & (late == 0):", "    while (taken > 1) & (late == 0):"),
+            ("queue.py", "    while (taken != 0) & (over == 0):", "    while (taken > 1) & (over == 0):"),
             ("queue.py", "    return taken == 0", "    return taken < 2"),
         ],
     ),
@@ -216,7 +216,7 @@ MUTATIONS: dict[str, tuple[str, list[Change]]] = {
     "commit: not in turn": (
         "batch",
         [
-            ("queue.py", "    while (turn != start) & (late == 0):", "    while (turn < 0) & (late == 0):"),
+            ("queue.py", "    while (turn != start) & (over == 0):", "    while (turn < 0) & (over == 0):"),
             ("queue.py", "    return turn == start", "    return turn >= 0"),
         ],
     ),
@@ -261,8 +261,8 @@ MUTATIONS: dict[str, tuple[str, list[Change]]] = {
         [
             (
                 "queue.py",
-                "        while (behind > 0) & (late == 0):",
-                "        while (behind > 99) & (late == 0):",
+                "        while (behind > 0) & (over == 0):",
+                "        while (behind > 99) & (over == 0):",
             ),
             ("queue.py", "        if behind > 0:\n", "        if behind > 99:\n"),
         ],

@@ -19,8 +19,10 @@ void StrictChecker::gather(Wave& w, const VectorAccess& a) {
 
 void StrictChecker::touch(Wave& w, uint64_t addr, unsigned nbytes) {
   const uint64_t end = addr + nbytes;
+  const Region* const known = ctx_.memory->aliased() ? region(w, addr) : nullptr;
+  const uint64_t shift = known ? known->shift : 0;
   while (addr < end) {
-    const uint64_t line = addr / kLine;
+    const uint64_t line = (addr + shift) / kLine;
     const unsigned first = static_cast<unsigned>(addr % kLine), n = static_cast<unsigned>(std::min<uint64_t>(kLine - first, end - addr));
     Touched* t = nullptr;
     if (touched_.empty() || line <= highest_)  // lanes mostly go upwards

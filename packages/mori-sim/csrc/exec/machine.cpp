@@ -92,16 +92,16 @@ void Machine::engine_pointer(uint64_t addr) {
   if (impl_->checker) impl_->checker->engine_pointer(addr);
 }
 void Machine::agent_polled(const std::string& a, int d, uint64_t addr, uint64_t n) {
-  if (impl_->checker) impl_->checker->agent_polled(a, d, addr, n);
+  if (impl_->checker) impl_->checker->agent_polled(a, d, impl_->ctx.memory->known_as(addr), n);
 }
 void Machine::agent_observed(const std::string& a, int d, uint64_t addr, uint64_t value) {
-  if (impl_->checker) impl_->checker->agent_observed(a, d, addr, value);
+  if (impl_->checker) impl_->checker->agent_observed(a, d, impl_->ctx.memory->known_as(addr), value);
 }
 void Machine::agent_reads(const std::string& a, int d, uint64_t addr, uint64_t n, const std::string& what) {
-  if (impl_->checker) impl_->checker->agent_reads(a, d, addr, n, what);
+  if (impl_->checker) impl_->checker->agent_reads(a, d, impl_->ctx.memory->known_as(addr), n, what);
 }
 void Machine::agent_writes(const std::string& a, int d, uint64_t addr, uint64_t n, const std::string& what) {
-  if (impl_->checker) impl_->checker->agent_writes(a, d, addr, n, what);
+  if (impl_->checker) impl_->checker->agent_writes(a, d, impl_->ctx.memory->known_as(addr), n, what);
 }
 void Machine::agent_joined(const std::string& a, DispatchId id) {
   if (impl_->checker) impl_->checker->agent_joined(a, id);

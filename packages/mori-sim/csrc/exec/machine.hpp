@@ -39,6 +39,7 @@ struct Region {           // a contiguous, mapped range
   int home_device = 0;    // who owns the memory; -1 host
   bool writable = true;
   bool shared = false;    // other processes map it too and may write it unseen (strict mode)
+  uint64_t shift = 0;     // to the address of the same bytes in their first mapping, if this is a further one
 };
 
 class Memory {
@@ -48,6 +49,8 @@ class Memory {
   // The answer may be cached until generation() changes.
   virtual bool resolve(int device, uint64_t addr, Region* out) = 0;
   virtual uint64_t generation() const = 0;  // changes with each map/unmap/free
+  virtual bool aliased() const { return false; }  // whether some memory is mapped at more than one address
+  virtual uint64_t known_as(uint64_t addr) const { return addr; }  // one address for the same bytes in all mappings
 };
 
 // ---------------------------------------------------------------------------------------------- code

@@ -19,7 +19,7 @@ constexpr uint64_t kSlice = 1 << 15;              // wave instructions between t
 constexpr auto kPollPeriod = std::chrono::microseconds(100);
 constexpr double kQuietBeforeYield_s = 0.0005;    // everything in flight only polls: let whoever it waits for run
 constexpr uint64_t kQuietSlice = 512;
-constexpr int kQuietSleep_us = 200;
+constexpr int kQuietSleep_us = 200, kLongestSleep_us = 2000;
 
 thread_local bool t_is_executor = false;
 struct sigaction g_previous_segv;
@@ -150,7 +150,8 @@ void Node::pace() {
     quiet_s = machine_->quiet_seconds();
   }
   if (settings.delayed()) usleep(1000);
-  else if (quiet_s > kQuietBeforeYield_s) usleep(kQuietSleep_us);
+  else if (quiet_s > kQuietBeforeYield_s)  // ever longer, and never by more than an eighth of the wait so far
+    usleep(std::clamp(static_cast<int>(quiet_s * 1e6 / 8), kQuietSleep_us, kLongestSleep_us));
   else if (settings.machine.order == Options::Order::random) {
     random_state_ = random_state_ * 6364136223846793005ull + 1442695040888963407ull;
     if ((random_state_ >> 60) == 0) usleep(static_cast<useconds_t>(random_state_ >> 33 & 0xff));

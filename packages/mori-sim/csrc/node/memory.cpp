@@ -35,6 +35,12 @@ uint64_t map_anywhere(const Backing& backing) {
   return reinterpret_cast<uint64_t>(at);
 }
 
+uint64_t inode_of(int fd) {
+  struct stat status;
+  if (fstat(fd, &status) != 0) fail_system("fstat of device memory");
+  return status.st_ino;
+}
+
 std::string hex(uint64_t value) {
   char text[32];
   std::snprintf(text, sizeof text, "%#llx", static_cast<unsigned long long>(value));
@@ -57,6 +63,7 @@ BackingPtr AddressSpace::create(uint64_t nbytes, int home, bool uncached) {
   backing->uncached = uncached;
   backing->fd = memfd_create(kMemoryName, MFD_CLOEXEC);
   if (backing->fd < 0) fail_system("memfd_create");
+  backing->inode = inode_of(backing->fd);
   const Trailer trailer{kTrailerMagic, nbytes, home, uncached};
   if (ftruncate(backing->fd, static_cast<off_t>(pages(nbytes) + kPage)) != 0 ||
       pwrite(backing->fd, &trailer, sizeof trailer, static_cast<off_t>(pages(nbytes))) != sizeof trailer)
@@ -78,6 +85,7 @@ BackingPtr AddressSpace::import_fd(int fd) {
   auto backing = std::make_shared<Backing>();
   backing->fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
   if (backing->fd < 0) fail_system("dup of an exported descriptor");
+  backing->inode = status.st_ino;
   backing->nbytes = trailer.nbytes;
   backing->home = trailer.home;
   backing->uncached = trailer.uncached != 0;
@@ -98,8 +106,37 @@ Range* AddressSpace::containing(uint64_t address) {
 }
 
 void AddressSpace::insert(Range range) {
+  range.shift = 0;
+  for (const auto& [begin, other] : ranges_)
+    if (range.backing && other.backing && other.backing->inode == range.backing->inode) {
+      range.shift = begin + other.shift - other.backing_offset + range.backing_offset - range.begin;
+      break;
+    }
+  if (range.shift != 0) ++num_aliases_;
   ranges_[range.begin] = std::move(range);
   ++generation_;
+}
+
+void AddressSpace::forget(const Range& range) {
+  if (range.shift != 0) --num_aliases_;
+  else if (range.backing && num_aliases_ > 0) {
+    const Range* first = nullptr;
+    for (auto& [begin, other] : ranges_) {
+      if (!other.backing || other.backing->inode != range.backing->inode) continue;
+      if (other.shift != 0) --num_aliases_;
+      if (first == nullptr) first = &other;
+      other.shift = first->begin - first->backing_offset + other.backing_offset - begin;
+      if (other.shift != 0) ++num_aliases_;
+    }
+  }
+  ++generation_;
+}
+
+uint64_t AddressSpace::known_as(uint64_t address) const {
+  if (num_aliases_ == 0) return address;
+  std::lock_guard lock(mutex_);
+  const Range* range = containing(address);
+  return range == nullptr ? address : address + range->shift;
 }
 
 // Throws what `check` throws, which gets null when no range starts there.
@@ -111,7 +148,7 @@ Range AddressSpace::take_out(uint64_t address, const std::function<void(const Ra
     check(found == ranges_.end() ? nullptr : &found->second);
     range = found->second;
     ranges_.erase(found);
-    ++generation_;
+    forget(range);
   }
   on_gone(range.begin, range.end - range.begin);
   return range;
@@ -233,7 +270,8 @@ void AddressSpace::map(uint64_t address, uint64_t nbytes, uint64_t offset, const
   range.uncached = backing->uncached;
   range.backing = backing;
   range.backing_offset = offset;
-  if (!backing->imported) poison(range);
+  if (!backing->imported && !backing->filled) poison(range);
+  backing->filled = true;
   insert(std::move(range));
 }
 
@@ -371,6 +409,7 @@ bool AddressSpace::resolve(int device, uint64_t address, Region* region) {
   region->host = reinterpret_cast<uint8_t*>(range->begin);
   region->home_device = range->home;
   region->writable = (rights & 2) != 0;
+  region->shift = range->shift;
   region->shared = range->backing != nullptr && (range->backing->imported || range->backing->exported);
   region->kind = range->home == kHostMemory ? MemoryKind::host
                  : range->uncached          ? MemoryKind::uncached

@@ -27,11 +27,14 @@ constexpr int kHostMemory = -1;  // home of system memory
 
 struct Backing {  // one memfd; closed with the last owner
   int fd = -1;
+  uint64_t inode = 0;     // the same for all descriptors of the same bytes
   uint64_t nbytes = 0;
   int home = 0;
   bool uncached = false;
   bool imported = false;
   bool exported = false;  // another process may have mapped it: strict mode expects unseen writes
+  bool exportable = true;
+  bool filled = false;    // poisoned when it was mapped first, and not again
   std::atomic<uint64_t>* counted_in = nullptr;  // the home device's used bytes
   ~Backing();
 };
@@ -48,6 +51,7 @@ struct Range {
   uint64_t backing_offset = 0;
   std::array<uint8_t, kMaxDevices> rights{};  // bit 0 read, bit 1 write, for each device
   uint64_t host_flags = 0;       // what the caller asked for, shown by pointer queries
+  uint64_t shift = 0;            // to the first mapping of the same bytes; checkers know bytes by that address
 };
 
 class AddressSpace : public Memory {
@@ -92,6 +96,8 @@ class AddressSpace : public Memory {
 
   bool resolve(int device, uint64_t address, Region* region) override;
   uint64_t generation() const override { return generation_; }
+  bool aliased() const override { return num_aliases_ > 0; }
+  uint64_t known_as(uint64_t address) const override;
   void host_mappings_may_have_changed();    // before a launch: what is lent is looked up anew
 
  private:
@@ -99,6 +105,7 @@ class AddressSpace : public Memory {
   Range* containing(uint64_t address);
   const Range* containing(uint64_t address) const;
   void insert(Range range);
+  void forget(const Range& range);  // another mapping of the same bytes becomes the first, if there is one
   bool resolve_lent(int device, uint64_t address, Region* region);
   void poison(const Range& range);
 
@@ -110,6 +117,7 @@ class AddressSpace : public Memory {
   std::array<std::array<bool, kMaxDevices>, kMaxDevices> peers_{};
   std::array<std::atomic<uint64_t>, kMaxDevices> used_{};
   std::atomic<uint64_t> generation_{1};
+  std::atomic<int> num_aliases_{0};  // ranges whose shift is not 0
 };
 
 }  // namespace mori_sim

@@ -1,4 +1,6 @@
 // What a stream does besides kernels: copies, fills, values written and waited for, host calls, events.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -7,6 +9,8 @@
 #include "node/node.hpp"
 
 namespace mori_sim {
+
+constexpr uint64_t kSparseBytes = 64 << 20;
 
 void Node::check_reachable(int device, uint64_t address, uint64_t nbytes, uint8_t rights, const char* what) {
   Range range;
@@ -45,9 +49,12 @@ void Node::fill(Stream* stream, uint64_t to, uint64_t value, unsigned width, uin
     return [=](Operation&) {
       const auto waves_held = hold_waves();
       auto* out = reinterpret_cast<uint8_t*>(to);
-      if (width == 1) std::memset(out, static_cast<int>(value), count);
-      else for (uint64_t i = 0; i < count; ++i) std::memcpy(out + i * width, &value, width);
-      writes("host", device, to, count * width, "hipMemset");
+      const uint64_t nbytes = count * width;  // zeroed, large memory that nobody touches has no pages
+      const bool given_back = value == 0 && nbytes >= kSparseBytes && madvise(out, nbytes, MADV_REMOVE) == 0;
+      if (!given_back && width == 1) std::memset(out, static_cast<int>(value), count);
+      else if (!given_back)
+        for (uint64_t i = 0; i < count; ++i) std::memcpy(out + i * width, &value, width);
+      writes("host", device, to, nbytes, "hipMemset");
       return true;
     };
   });

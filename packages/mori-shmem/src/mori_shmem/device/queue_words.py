@@ -28,13 +28,14 @@ PACKET_BYTES = 32  # every packet is this long, so that none lies across the rin
 COPY_BYTES = 1 << 29
 
 TICKS_PER_S = 100_000_000  # of the clock that kernels read (s_memrealtime)
+LOOK_TICKS = TICKS_PER_S // 1000  # how often a wait of a kernel looks at the fault record
 
 # The fault record: eight 32-bit words, as targets/fault_record.py has them.
 RECORD_CODE, RECORD_PEER, RECORD_WHAT, RECORD_INDEX, RECORD_SEEN, RECORD_WANTED, RECORD_BLOCK = (
     0, 8, 12, 16, 20, 24, 28,
 )  # fmt: skip
 RECORD_FIELDS = ("code", "rank", "peer", "what", "index", "seen", "wanted", "block")
-CODE_PUBLISHED, CODE_BUSY = 1, 2
+CODE_PUBLISHED, CODE_BUSY, CODE_ABANDONED = 1, 2, 3  # the last is the host's: a peer has died
 QUEUE_ROOM, QUEUE_TURN, QUEUE_QUIET, QUEUE_LOCK = (
     0xC0001,
     0xC0002,

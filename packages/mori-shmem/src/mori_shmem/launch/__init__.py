@@ -53,11 +53,21 @@ def run_ranks(
 
 
 def run_ranks_to_the_end(
-    fn: Callable[..., object], world_size: int, *args: object, timeout_s: float | None = None
+    fn: Callable[..., object],
+    world_size: int,
+    *args: object,
+    timeout_s: float | None = None,
+    from_here: bool = False,
 ) -> list[Outcome]:
     """As `run_ranks`, but a failing rank does not end the others, and nothing is raised: how each rank
-    ended."""
-    return run_job(fn, args, _checked(world_size), timeout_s, stop_at_first_failure=False)
+    ended.
+
+    from_here  no server: the ranks are forked from this process, which must have one thread, and begin with
+               all that it has imported and made (compiled kernels, say)
+    """
+    return run_job(
+        fn, args, _checked(world_size), timeout_s, stop_at_first_failure=False, from_here=from_here
+    )
 
 
 def started_by_launcher() -> bool:

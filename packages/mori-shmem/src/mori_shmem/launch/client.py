@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mori_shmem.errors import ArgumentError, RankFailed, RunTimeout
-from mori_shmem.launch import wire
+from mori_shmem.launch import supervisor, wire
 from mori_shmem.launch.messages import Job, Raised, Report, Returned, Stopped, TimedOut
 from mori_shmem.launch.pickling import dumps_for_ranks, loads
 from mori_shmem.variables import SOCKET_IFNAME, TABLE
@@ -43,6 +44,7 @@ def run_job(
     timeout_s: float | None,
     *,
     stop_at_first_failure: bool,
+    from_here: bool = False,
 ) -> list[Outcome]:
     """Run the job to its end; the outcomes in the order in which they came in, values in rank order last."""
     if not callable(fn):
@@ -62,9 +64,10 @@ def run_job(
     sys.stdout.flush()
     sys.stderr.flush()
     mine, theirs = socket.socketpair()
-    with mine:
+    with mine, _forked_supervisor(mine, theirs) if from_here else contextlib.nullcontext():
         with theirs:
-            _server.request_run(theirs)
+            if not from_here:
+                _server.request_run(theirs)
         try:
             mine.sendall(wire.encode(job))
             reports = [_received(mine) for _ in range(world_size)]
@@ -75,6 +78,22 @@ def run_job(
             _wait_for_end(mine)
     outcomes = [_outcome(report, world_size, timeout_s) for report in reports]
     return outcomes if stop_at_first_failure and _failed(outcomes) else sorted(outcomes, key=lambda o: o.rank)
+
+
+@contextlib.contextmanager
+def _forked_supervisor(mine: socket.socket, theirs: socket.socket) -> Iterator[None]:
+    """A supervisor that is a child of this process, gone at the end."""
+    gc.collect()
+    gc.freeze()  # a collection in a rank would touch, and so copy, every page
+    pid = os.fork()
+    if pid == 0:
+        mine.close()
+        supervisor.main(theirs.fileno(), os.dup(1), os.dup(2))  # does not return
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        os.waitpid(pid, 0)
 
 
 def _received(sock: socket.socket) -> Report:

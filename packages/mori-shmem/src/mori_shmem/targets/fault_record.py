@@ -4,11 +4,15 @@ The record is the `Fault` of device/cuda/signal.cuh: eight 32-bit words in pinne
 look at it is a load and no copy. The first wait that fails owns it (compare-and-swap of `code` 0 -> busy),
 fills it in, and publishes it with code 1; waits that come later see a code that is not 0 and end at once,
 so that a kernel whose call has failed is not held up once per flag. Taking the record clears it.
+
+The host may end the kernels' waits as well: `abandon`, when a rank has died. They see a code that is not 0
+and write nothing; the record stays so, since that rank does not come back.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mori_shmem.core import CoreError, core_error
@@ -36,13 +40,20 @@ class FaultRecord:
         self.memory = memory
         self.address: int = memory.data_ptr()
         self._words = (ctypes.c_uint32 * len(FIELDS)).from_address(self.address)
+        self.gone: list[int] = []  # the ranks whose death has ended the kernels' waits
+
+    def abandon(self, ranks: Sequence[int]) -> None:
+        """End the waits of this rank's kernels, those to come included: `ranks` have died."""
+        self.gone = list(ranks)
+        if self._words[0] == 0:
+            self._words[0] = queue_words.CODE_ABANDONED
 
     def take(self) -> CoreError | None:
         """What a kernel wrote down since the last look."""
         if self._words[0] != _PUBLISHED:
             return None
         found = dict(zip(FIELDS, self._words, strict=True))
-        self._words[0] = 0
+        self._words[0] = queue_words.CODE_ABANDONED if self.gone else 0
         return core_error(
             "timeout",
             what="kernel",

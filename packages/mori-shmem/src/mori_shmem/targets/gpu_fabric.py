@@ -123,9 +123,22 @@ class GpuFabric(ABC):
         self.control.barrier(max(deadline.left_s(), 0.001))
 
     def check(self) -> None:
-        """Raise what a kernel of this rank has left in the fault record."""
+        """Raise what a kernel of this rank has left in the fault record, or that kernels were given up."""
+        self._raise_fault()
+        if self.record.gone:
+            raise core_error("peer_died", ranks=self.record.gone, what="kernel")
+
+    def _raise_fault(self) -> None:
         if (fault := self.record.take()) is not None:
             raise fault
+
+    def give_up_kernels(self) -> list[int]:
+        """If ranks have died, end the waits of this rank's kernels: they run to their ends within
+        milliseconds, with wrong data, and `check` raises from now on. The ranks."""
+        dead = [rank for rank, state in enumerate(self._states()) if state == "dead"]
+        if dead:
+            self.record.abandon(dead)
+        return dead
 
     def await_idle(
         self,
@@ -141,7 +154,7 @@ class GpuFabric(ABC):
         death_seen = False
         for _ in self._looks():
             done = ready()
-            self.check()
+            self._raise_fault()
             if done:
                 return
             facts = {"what": what, "peer": peer, "index": index}
@@ -176,7 +189,7 @@ class GpuFabric(ABC):
 
     def _raise_if_gone(self, peer: int, facts: dict[str, Any]) -> None:
         """With a peer, its death or leaving ends the wait; without one, anybody's death."""
-        self.check()
+        self._raise_fault()
         dead = self._dead()
         if dead and peer in (-1, *dead):
             raise core_error("peer_died", ranks=dead, **facts)

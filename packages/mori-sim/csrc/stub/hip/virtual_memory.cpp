@@ -52,7 +52,9 @@ int hipMemCreate(void** handle, size_t nbytes, const void* properties, unsigned 
     if (p.handle_types != kHandleNone && p.handle_types != kHandleFd)
       throw ApiError(kNotSupported, "handle types " + std::to_string(p.handle_types) + ": this node exports file descriptors (1)");
     if (nbytes == 0 || nbytes % kGranularity) throw ApiError(kInvalidValue, std::to_string(nbytes) + " bytes: a multiple of the granularity of 2 MiB is needed");
-    *handle = new Allocation{node().memory.create(nbytes, node().physical(p.location_device), p.type == kTypeUncached)};
+    const BackingPtr backing = node().memory.create(nbytes, node().physical(p.location_device), p.type == kTypeUncached);
+    backing->exportable = p.handle_types == kHandleFd;
+    *handle = new Allocation{backing};
   });
 }
 int hipMemRelease(void* handle) { HIP("hipMemRelease", { need(handle, "handle"); delete static_cast<Allocation*>(handle); }); }
@@ -91,6 +93,7 @@ int hipMemExportToShareableHandle(void* out, void* handle, int type, unsigned lo
     need(out, "descriptor");
     need(handle, "handle");
     if (type != kHandleFd) throw ApiError(kNotSupported, "handle type " + std::to_string(type) + ": this node exports file descriptors (1)");
+    if (!static_cast<Allocation*>(handle)->backing->exportable) throw ApiError(kInvalidValue, "this memory was created without a handle type to export");
     const int fd = fcntl(static_cast<Allocation*>(handle)->backing->fd, F_DUPFD_CLOEXEC, 3);
     if (fd < 0) throw ApiError(kOutOfMemory, "no file descriptor left");
     static_cast<Allocation*>(handle)->backing->exported = true;
@@ -108,9 +111,10 @@ int hipMemImportFromShareableHandle(void** handle, void* descriptor, int type) {
 int hipMemRetainAllocationHandle(void** handle, void* memory) {
   HIP("hipMemRetainAllocationHandle", {
     need(handle, "handle");
-    const BackingPtr backing = node().memory.backing_of(at(memory), nullptr);
-    if (backing == nullptr) throw ApiError(kInvalidValue, node().memory.describe(at(memory)));
-    *handle = new Allocation{backing};
+    Range range;
+    if (!node().memory.find(at(memory), &range) || range.kind != RangeKind::mapping)
+      throw ApiError(kInvalidValue, node().memory.describe(at(memory)) + ": only memory of hipMemMap has a handle");
+    *handle = new Allocation{range.backing};
   });
 }
 int hipMemGetHandleForAddressRange(void* out, void* memory, size_t, int type, unsigned long long) {

@@ -16,8 +16,7 @@ from mori_gemm_ar.targets.rocm import meet, pull, push, quantize, reduce
 from mori_gemm_ar.targets.rocm.gemm import SHAPES
 from mori_gemm_ar.targets.rocm.gemm_kernel import Product, gemm_kernel
 from mori_gemm_ar.targets.rocm.kernel import Kernel
-from mori_gemm_ar.targets.rocm.wire import ToOutput, Wire
-from mori_gemm_ar.targets.rocm.wires import ToPeers, ToQueues
+from mori_gemm_ar.targets.rocm.runner import OUTPUT, PEERS, QUEUES
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,9 @@ def variants(n: int, num_ranks: int) -> Iterator[Variant]:
 
 
 def _products(n: int) -> Iterator[Variant]:
-    wires: tuple[Wire, ...] = (ToOutput(), ToQueues(), ToPeers())
     for quant in QUANTS:
         for shape in SHAPES:
-            for wire in wires:
+            for wire in (OUTPUT, QUEUES, PEERS):
                 kernel = gemm_kernel(quant, n, shape, wire)
                 yield Variant(f"gemm {quant} {shape} to {wire.name}", kernel, Product)
 

@@ -84,8 +84,9 @@ def gatherer(num_ranks: int, n: int, *, fp8: bool, sends: bool) -> Kernel:
             queue = dev.open_queue(dev.queue_address(args.queues, fx.Int64(peer)))
             if fx.const_expr(sends):
                 send(args, window, queue, peer)
-            await_due(window, control, FINISHED, peer, args.record, dev.deadline_after(args.timeout_ticks))
-            dev.quiet(queue)
+            deadline = dev.deadline_after(args.timeout_ticks)
+            if await_due(window, control, FINISHED, peer, args.record, deadline):
+                dev.quiet(queue)
 
     def send(args, window, queue, peer):
         def put_rows(offset, row_bytes, signal):

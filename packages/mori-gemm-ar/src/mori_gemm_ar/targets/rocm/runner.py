@@ -8,7 +8,6 @@ software node, whose windows are CPU tensors, it returns when they have ended.
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from itertools import groupby
@@ -34,7 +33,6 @@ from mori_gemm_ar.targets.rocm.tiles import Slices, TileShape
 from mori_gemm_ar.targets.rocm.wire import ToOutput, Wire, one_slice
 from mori_gemm_ar.targets.rocm.wires import ToPeers, ToQueues
 
-_LOG = logging.getLogger("mori_gemm_ar")
 OUTPUT, QUEUES, PEERS = ToOutput(), ToQueues(), ToPeers()
 WIRES: dict[str, Wire] = {"fused-sdma": QUEUES, "fused-lsa": PEERS}
 _AWAITED = {PARTIALS: "partial sums", FINISHED: "finished rows"}  # by `what` of a record
@@ -180,20 +178,12 @@ class Runner:
         return self._options.mode
 
     def close(self) -> None:
-        """Before the window goes: until no kernel uses it. One whose peer has died gives up at its deadline,
-        and what follows it still runs: without its window an engine or a wave would fault. Nothing that the
-        host writes ends such a wait sooner: it looks at its flag and the clock alone."""
-        most_s = self._comm.timeout_s + _FINISH_S
-        give_up = time.monotonic() + most_s
-        if self._busy() and (dead := self._dead()):
-            _LOG.warning(
-                "rank %d of %d, in close: rank %s died; close waits up to %.0f s for this rank's kernels, "
-                "which wait for it until their deadline (timeout_s=%g)",
-                *(self._comm.rank, self._comm.world_size, ", ".join(map(str, dead))),
-                *(most_s, self._comm.timeout_s),
-            )
+        """Before the window goes: until no kernel uses it, since without its window an engine or a wave would
+        fault. Kernels that wait for a rank that died are made to end; others have their deadlines."""
+        give_up = time.monotonic() + self._comm.timeout_s + _FINISH_S
         while self._busy() and time.monotonic() < give_up:
-            time.sleep(_PAUSES_S[0])
+            self._failed = bool(self._comm.core.give_up_kernels()) or self._failed
+            time.sleep(_PAUSES_S[1])
         if self._failed:
             time.sleep(_ENGINES_S)  # nobody waits for the puts of a call that failed
 
@@ -206,8 +196,9 @@ class Runner:
         return [rank for rank, state in enumerate(self._comm.core.peer_states()) if state == "dead"]
 
     def _wait(self) -> None:
-        """Until this rank's kernels have ended. A wait of theirs that was late ends those behind it, too, so
-        the record is looked at last: taken earlier, it would let them wait for their own deadlines."""
+        """Until this rank's kernels have ended, which they are made to do when a rank dies. A wait of theirs
+        that was late ends those behind it, too, so the record is looked at last: taken earlier, it would let
+        them wait for their own deadlines."""
         core, pause_s, dead_since = self._comm.core, _PAUSES_S[0], None
         stream = core.callers_stream()
         while not core.device.is_idle(stream):
@@ -216,6 +207,7 @@ class Runner:
             dead_since = (dead_since or now) if dead else None
             self._failed = self._failed or bool(dead)
             if dead_since is not None and now - dead_since > _DEATH_GRACE_S:
+                core.give_up_kernels()
                 raise PeerDied(
                     f"rank {self._comm.rank} of {self._comm.world_size}, in {self._doing}: rank "
                     f"{', '.join(map(str, dead))} died",

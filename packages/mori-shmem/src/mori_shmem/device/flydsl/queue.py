@@ -44,7 +44,7 @@ from mori_shmem.device.flydsl.memory import (
     store_system,
     wait_stores,
 )
-from mori_shmem.device.flydsl.waits import clock, has_failed, write_record
+from mori_shmem.device.flydsl.waits import deadline_after, out_of_time, write_record
 
 PACKET_BYTES, COPY_BYTES = words.PACKET_BYTES, words.COPY_BYTES
 _COPY, _FENCE, _ATOMIC = 1, 5, 10
@@ -126,12 +126,12 @@ def quiet(queue):
         _write_packet(queue, start, _FENCE, *_halves(queue.words + words.DONE), target)
         commit(queue, start, end)
         behind = target - load_system(queue.words + words.DONE, fx.Int32)
-        deadline = clock() + queue.timeout_ticks
-        late = fx.Int32(0)
-        while (behind > 0) & (late == 0):
+        over, next_look = fx.Int32(0), fx.Int64(0)
+        deadline = deadline_after(queue.timeout_ticks)
+        while (behind > 0) & (over == 0):
+            over, next_look = out_of_time(queue.record, deadline, next_look)
             fx.rocdl.s_sleep(1)
             behind = target - load_system(queue.words + words.DONE, fx.Int32)
-            late = fx.Int32((clock() > deadline) | has_failed(queue.record))
         if behind > 0:
             write_record(queue.record, words.QUEUE_QUIET, queue.peer, 0, target - behind, target)
         came = fx.Int32(behind <= 0)
@@ -177,12 +177,12 @@ def reserve(queue, num_packets):
 @flyc.jit
 def _wait_for_room(queue, must_pass):
     read = load_system(queue.rptr)
-    late = fx.Int32(0)
-    deadline = clock() + queue.timeout_ticks
-    while (read <= must_pass) & (late == 0):
+    over, next_look = fx.Int32(0), fx.Int64(0)
+    deadline = deadline_after(queue.timeout_ticks)
+    while (read <= must_pass) & (over == 0):
+        over, next_look = out_of_time(queue.record, deadline, next_look)
         fx.rocdl.s_sleep(1)
         read = load_system(queue.rptr)
-        late = fx.Int32((clock() > deadline) | has_failed(queue.record))
     store_agent(queue.words + words.READ, read)
     if read <= must_pass:
         write_record(queue.record, words.QUEUE_ROOM, queue.peer, 0, read, must_pass)
@@ -214,12 +214,12 @@ def commit(queue, start, end):
 @flyc.jit
 def _wait_for_turn(queue, start):
     turn = load_agent(queue.words + words.COMMITTED)
-    late = fx.Int32(0)
-    deadline = clock() + queue.timeout_ticks
-    while (turn != start) & (late == 0):
+    over, next_look = fx.Int32(0), fx.Int64(0)
+    deadline = deadline_after(queue.timeout_ticks)
+    while (turn != start) & (over == 0):
+        over, next_look = out_of_time(queue.record, deadline, next_look)
         fx.rocdl.s_sleep(1)
         turn = load_agent(queue.words + words.COMMITTED)
-        late = fx.Int32((clock() > deadline) | has_failed(queue.record))
     if turn != start:
         write_record(queue.record, words.QUEUE_TURN, queue.peer, 0, turn, start)
     return turn == start
@@ -274,12 +274,12 @@ def lock_queue(queue):
     """One lane; false if it stayed taken. What the last holder stored in agent scope is visible."""
     word = pointer(fx.Int32, queue.words + words.LOCK, 4)
     taken = fx.atomic_xchg(word, fx.Int32(1), syncscope="agent")
-    late = fx.Int32(0)
-    deadline = clock() + queue.timeout_ticks
-    while (taken != 0) & (late == 0):
+    over, next_look = fx.Int32(0), fx.Int64(0)
+    deadline = deadline_after(queue.timeout_ticks)
+    while (taken != 0) & (over == 0):
+        over, next_look = out_of_time(queue.record, deadline, next_look)
         fx.rocdl.s_sleep(1)
         taken = fx.atomic_xchg(word, fx.Int32(1), syncscope="agent")
-        late = fx.Int32((clock() > deadline) | has_failed(queue.record))
     if taken != 0:
         write_record(queue.record, words.QUEUE_LOCK, queue.peer, 0, taken, 0)
     acquire_fence("agent")

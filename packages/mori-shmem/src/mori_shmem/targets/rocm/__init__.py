@@ -101,6 +101,36 @@ def map_window(
     return fabric.add_window(part.window)
 
 
+def import_part(fabric: Fabric, address: int, nbytes: int) -> ImportedPart:
+    """This rank's part of a window of memory that torch has allocated. CoreError "not_importable"."""
+    return ImportedPart(native.RocmPieces(fabric.device, address, nbytes))
+
+
+class ImportedPart:
+    """The allocations that hold a tensor; their descriptors are this rank's until `close`."""
+
+    def __init__(self, pieces: native.RocmPieces) -> None:
+        self.pieces = pieces
+        self.fds = pieces.export_fds()
+
+    @property
+    def place(self) -> tuple[int, list[int]]:
+        """What the peers need to know: where the tensor begins in the first, and how large all are."""
+        return self.pieces.lead, list(self.pieces.sizes)
+
+    def close(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def map_imported(
+    fabric: Fabric, part: ImportedPart, places: list[tuple[int, list[int]]], fds: list[list[int]]
+) -> native.RocmWindow:
+    """All ranks' tensors in this process, side by side."""
+    ranks = [(lead, sizes, theirs) for (lead, sizes), theirs in zip(places, fds, strict=True)]
+    return fabric.add_window(native.RocmWindow.imported(fabric.device, fabric.rank, part.pieces, ranks))
+
+
 def addresses_of(window: native.RocmWindow) -> tuple[int, ...]:
     """Where each rank's part starts: one stride after the other."""
     return tuple(window.base + rank * window.stride for rank in range(window.world_size))

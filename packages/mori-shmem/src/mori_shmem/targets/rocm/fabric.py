@@ -215,10 +215,15 @@ class Fabric(GpuFabric):
 
     def close(self) -> None:
         """Give everything back: queues first, so that no engine touches memory that goes. Signals that stand
-        behind work of the caller's stream get a moment to leave."""
+        behind work of the caller's stream get a moment to leave; kernels that wait for a rank that died are
+        made to end."""
         if self.closed:
             return
         self.closed = True
+        if self.give_up_kernels():
+            with contextlib.suppress(CoreError):
+                stream = self.callers_stream()
+                self.await_idle(lambda: self.device.is_idle(stream), _DRAIN_S, what="close")
         with contextlib.suppress(CoreError):
             if self._signals:
                 self.await_idle(self.signals_are_out, _DRAIN_S, what="close")

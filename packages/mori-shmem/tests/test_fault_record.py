@@ -1,0 +1,86 @@
+"""The record by which kernels' waits and the host tell each other that a call has failed. Needs no GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mori_shmem.core import CoreError
+from mori_shmem.device import queue_words as words
+from mori_shmem.targets.fault_record import FaultRecord
+from mori_shmem.targets.gpu_fabric import GpuFabric
+
+
+def record() -> FaultRecord:
+    return FaultRecord(torch.zeros(8, dtype=torch.int32))
+
+
+def publish(kept: FaultRecord) -> None:
+    """As a kernel of rank 0 whose wait for rank 1 was late."""
+    kept.memory[:] = torch.tensor([words.CODE_PUBLISHED, 0, 1, 7, 3, 4, 5, 6], dtype=torch.int32)
+
+
+def test_a_record_is_taken_once() -> None:
+    kept = record()
+    assert kept.take() is None
+    publish(kept)
+    fault = kept.take()
+    assert fault is not None
+    assert (fault.info["peer"], fault.info["purpose"], fault.info["seen"], fault.info["wanted"]) == (
+        1, "flag 7/3", 4, 5,
+    )  # fmt: skip
+    assert kept.take() is None
+    assert int(kept.memory[0]) == 0
+
+
+def test_SH_7_abandoned_kernels_see_a_code_for_good_and_it_is_no_fault() -> None:
+    kept = record()
+    kept.abandon([1])
+    assert int(kept.memory[0]) == words.CODE_ABANDONED
+    assert kept.take() is None
+    assert int(kept.memory[0]) == words.CODE_ABANDONED
+
+
+def test_SH_7_what_a_kernel_has_written_is_told_before_it_counts_as_abandoned() -> None:
+    kept = record()
+    publish(kept)
+    kept.abandon([1])
+    assert kept.take() is not None
+    assert int(kept.memory[0]) == words.CODE_ABANDONED  # waits to come end, too
+
+
+class Alone(GpuFabric):
+    """Rank 0 of a fabric without a GPU, whose peers are in these states."""
+
+    def __init__(self, states: list[str]) -> None:
+        control: Any = SimpleNamespace(
+            rank=0, world_size=len(states), queues_per_peer=1, peer_states=lambda: states
+        )
+        super().__init__(control, record(), 1.0)
+
+    def signal(self, where: int, value: int, op: str = "set") -> None: ...
+    def signals_are_out(self) -> bool:
+        return True
+
+    def look(self, where: int, deadline: object) -> int | None:
+        return 0
+
+    def await_callers_work(self, timeout_s: float) -> None: ...
+    def is_capturing(self) -> bool:
+        return False
+
+
+def test_SH_7_kernels_are_given_up_when_a_rank_has_died_and_every_check_says_so() -> None:
+    states = ["alive", "alive", "left"]
+    fabric = Alone(states)
+    assert fabric.give_up_kernels() == []
+    fabric.check()
+    states[1] = "dead"
+    assert fabric.give_up_kernels() == [1]
+    for _ in range(2):
+        with pytest.raises(CoreError) as told:
+            fabric.check()
+        assert (told.value.kind, told.value.info["ranks"]) == ("peer_died", [1])
+    fabric.await_idle(lambda: True, None, what="quiet")  # what needs no kernel goes on
