@@ -66,7 +66,11 @@ def test_e2m1_all_codes_and_all_bf16_values() -> None:
     assert mx.decode_e2m1(codes).tolist() == values + [-v for v in values]
     assert torch.equal(mx.encode_e2m1(mx.decode_e2m1(codes)), codes)  # also -0
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    for x in (middles, torch.nextafter(middles, torch.tensor(0.0)), torch.nextafter(middles, torch.tensor(9.0))):
+    for x in (
+        middles,
+        torch.nextafter(middles, torch.tensor(0.0)),
+        torch.nextafter(middles, torch.tensor(9.0)),
+    ):
         assert mx.encode_e2m1(x).tolist() == nearest_even(x.tolist(), values)
     x = all_bf16().float()
     table = torch.tensor(values).double()

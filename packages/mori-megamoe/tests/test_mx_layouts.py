@@ -38,7 +38,9 @@ def test_w1_bytes(d: int, i: int) -> None:
     layout = mx.W1Bytes(2 * i, d // 2)
     assert torch.equal(layout.shuffle(w), rows_of_16(interleaved(w)).flatten())
     g, j, b = 1, 37, 70
-    assert layout.offset(g * i + j, b) == ((j // 16 * 2 + g) * (d // 128) + b // 64) * 1024 + 16 * (j % 16) + 6
+    assert (
+        layout.offset(g * i + j, b) == ((j // 16 * 2 + g) * (d // 128) + b // 64) * 1024 + 16 * (j % 16) + 6
+    )
 
 
 @pytest.mark.parametrize(("d", "i"), WIDTHS)

@@ -114,7 +114,9 @@ def test_weight_rule_by_product_is_the_rule_by_division_for_every_bf16_amax() ->
 
 
 @every_rule
-def test_blocks_are_independent_and_dequantise_closely(rule: Callable[[torch.Tensor], mx.rules.Quantized]) -> None:
+def test_blocks_are_independent_and_dequantise_closely(
+    rule: Callable[[torch.Tensor], mx.rules.Quantized],
+) -> None:
     x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
     codes, scales = rule(x)
     for block in range(3):

@@ -15,7 +15,8 @@ import math
 
 import torch
 
-BLOCK = 32  # values that share a scale
+from mori_megamoe.config import BLOCK as BLOCK
+
 E4M3_MAX = 448.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_NAN = 255

@@ -76,7 +76,9 @@ class Layout(ABC):
         return whole[..., : self.rows, : self.columns]
 
 
-@functools.lru_cache(maxsize=8)  # one layer's forms; those of w1 are the largest, 8 bytes per byte of an expert
+@functools.lru_cache(
+    maxsize=8
+)  # one layer's forms; those of w1 are the largest, 8 bytes per byte of an expert
 def _offsets(layout: Layout, device: torch.device) -> torch.Tensor:
     """[stored rows * stored columns]: where each byte of the padded matrix goes, row by row."""
     row = torch.arange(layout.stored_rows, device=device)[:, None]
