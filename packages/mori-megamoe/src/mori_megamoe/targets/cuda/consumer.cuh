@@ -18,7 +18,7 @@ DEVICE void consume_items(int wg, uint32_t shared, int cta, const Gemm1Maps& map
     const Target to = {block, __ldg(p.tiles.row_base + tile)};
     if (BODY == REBASED) scale_rows(sum, __ldg(p.tiles.input_base + tile), t.lane & 3, p);
     if (SUMS) store_sums(sum, gate, up, to, t, p);
-    else finish_item(sum, gate, up, to, t, shared, maps, p);
+    finish_item(sum, gate, up, to, t, shared, maps, p);
   }
   if ((threadIdx.x & 127) == 0) stores_wait();
 }

@@ -32,16 +32,6 @@ DEVICE uint32_t e4m3x2_to_halves(uint16_t codes) {  // exact
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(codes));
   return r;
 }
-DEVICE uint16_t halves_to_e4m3x2(uint32_t halves) {
-  uint16_t r;
-  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(r) : "r"(halves));
-  return r;
-}
-DEVICE uint32_t mul_halves(uint32_t x, uint32_t y) {
-  uint32_t r;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
-  return r;
-}
 DEVICE float half_low(uint32_t pair) {
   float r;
   asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;\n}" : "=f"(r) : "r"(pair));
@@ -55,3 +45,8 @@ DEVICE float half_high(uint32_t pair) {
 DEVICE float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 DEVICE float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 DEVICE float power_of_two(uint32_t e8) { return __uint_as_float(e8 << 23); }  // 2^(e8 - 127) for 1..254; 0: 0
+DEVICE float max_nan(float a, float b) {                                      // NaN if either is
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}

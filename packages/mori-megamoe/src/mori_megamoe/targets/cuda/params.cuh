@@ -6,7 +6,6 @@
 
 #define MAX_RANKS 8
 #define MAX_EXPERTS 1024  // of all ranks
-#define MAX_TOP_K 8
 
 // What a wait was for; faults.py has the words
 #define WAIT_COUNTS 0xD0001u  // a peer's counts of this call
@@ -60,7 +59,7 @@ struct Gemm1Params {
   const uint8_t* row_scale;  // body R: e8m0 of each operand row
   Tiles tiles;
   uint8_t *scales, *shuffled_scales;  // e8m0 of the output: [row][I / 32], and as Stage2 reads them; either may be null
-  float* sums;             // -DSUMS=1: fp32 [row][width] instead of an output
+  float* sums;             // -DSUMS=1: fp32 [row][width], gate first
   Arrivals arrivals;
 };
 

@@ -15,19 +15,20 @@
 #define EXACT 0
 #define REBASED 1
 
-// The scale of 32 values whose largest magnitude is given: the least power of two that brings it to 448 at most.
+// The scale of 32 values whose largest magnitude is given: the least power of two that brings it to 448 at most; 255, a NaN,
+// if one of them is infinite or NaN: then all their codes are NaN.
 DEVICE uint32_t input_scale(float largest) {
-  const uint32_t bits = __float_as_uint(__fmul_rn(fmaxf(largest, 1e-10f), __uint_as_float(0x3B124925u)));  // just above 1 / 448
+  const uint32_t bits = __float_as_uint(__fmul_rn(max_nan(largest, 1e-10f), __uint_as_float(0x3B124925u)));  // just above 1 / 448
   return min((bits >> 23) + ((bits & 0x7fffffu) != 0), 255u);
 }
 DEVICE float largest_of_block(float mine) {  // of the four lanes
-  mine = fmaxf(mine, __shfl_xor_sync(~0u, mine, 1));
-  return fmaxf(mine, __shfl_xor_sync(~0u, mine, 2));
+  mine = max_nan(mine, __shfl_xor_sync(~0u, mine, 1));
+  return max_nan(mine, __shfl_xor_sync(~0u, mine, 2));
 }
 // Two codes times 2^-shift, rounded.
 DEVICE uint32_t shift_codes(uint32_t codes, uint32_t shift) {
   const uint32_t halves = e4m3x2_to_halves((uint16_t)codes);
-  const float factor = power_of_two(127 - min(shift, 100u));
+  const float factor = power_of_two(127 - min(shift, 100u));  // exact before the rounding
   return to_e4m3x2(half_low(halves) * factor, half_high(halves) * factor);
 }
 
@@ -40,7 +41,7 @@ DEVICE float largest_of_pairs(const uint4& v) {
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
   float largest = 0.f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fmaxf(fabsf(bf16_low(words[i])), fabsf(bf16_high(words[i]))));
+  for (int i = 0; i < 4; ++i) largest = max_nan(largest, max_nan(fabsf(bf16_low(words[i])), fabsf(bf16_high(words[i]))));
   return largest;
 }
 // Value 8 * `at` of the row and the seven behind it. All lanes of the warp.
@@ -55,7 +56,7 @@ DEVICE Eight quantise_eight(const char* row, const uint8_t* scales, int at, bool
   uint4 v = make_uint4(0, 0, 0, 0);
   if (exists) v = ((const uint4*)row)[at];
   e.scale = input_scale(largest_of_block(largest_of_pairs(v)));
-  const float factor = power_of_two(254 - e.scale);
+  const float factor = e.scale == 255 ? __uint_as_float(0x7fc00000u) : power_of_two(254 - e.scale);
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -65,7 +66,7 @@ DEVICE Eight quantise_eight(const char* row, const uint8_t* scales, int at, bool
 }
 
 DEVICE uint32_t largest_scale(const char* row, const uint8_t* scales, int hidden, int lane) {
-  uint32_t largest = 0;
+  uint32_t largest = 1;  // not 0, which would be a factor of 0 in the GEMM
   for (int at = lane; at < (hidden / 8 + 31 & ~31); at += 32) {
     const bool exists = at < hidden / 8;
 #if QUANTISED
@@ -109,7 +110,7 @@ DEVICE void widen_row(const RowsParams& p, size_t token, int lane) {
   for (int at = lane; at < (p.hidden / 8 + 31 & ~31); at += 32) {
     const bool exists = at < p.hidden / 8;
     const Eight e = quantise_eight(row, scales, at, exists);
-    const float scale = power_of_two(e.scale);
+    const float scale = e.scale ? power_of_two(e.scale) : __uint_as_float(0x00400000u);
     if (exists)
       ((uint4*)(p.rows + token * p.hidden * 2))[at] = make_uint4(widen(e.codes[0] & 0xffff, scale), widen(e.codes[0] >> 16, scale),
                                                                  widen(e.codes[1] & 0xffff, scale), widen(e.codes[1] >> 16, scale));

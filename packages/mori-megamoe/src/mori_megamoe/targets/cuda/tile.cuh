@@ -23,7 +23,7 @@
 #define WAIT NEVER
 #endif
 #ifndef SUMS
-#define SUMS 0     // 1: fp32 sums instead of an output, for tests
+#define SUMS 0     // 1: the fp32 sums too, for tests
 #endif
 
 #define OPERAND_BYTES (TILE_ROWS * 128 * (BODY == EXACT ? 2 : 1))
