@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -72,14 +73,28 @@ class Library:
             f'#include <stdio.h>\n#include "cuda_on_cpu.h"\n#include "{name}"\n{doors}{tests}'
         )
         made = folder / "cpu.so"
-        command = ["g++", "-std=c++17", "-O2", "-g0", "-shared", "-fPIC", "-pthread", "-w", "-ffp-contract=off"]
+        command = ["g++", "-std=c++17", "-O2", "-g0", "-shared", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-gnu-unique"]
         paths = [f"-I{HERE}", f"-I{FIBERS}", f"-I{folder}"]
         done = subprocess.run(
             [*command, *flags, *paths, str(folder / "cpu.cpp"), "-o", str(made)], capture_output=True, text=True
         )
         if done.returncode:
             raise RuntimeError(done.stderr[:4000])
+        self._made = made
         self.functions = ctypes.CDLL(str(made))
+        self._copies: dict[int, Library] = {}
+
+    def of_rank(self, rank: int) -> Library:
+        """The same with variables of its own, for kernels that run at the same time."""
+        if rank == 0:
+            return self
+        if rank not in self._copies:
+            copy = self._made.with_name(f"cpu{rank}.so")
+            shutil.copyfile(self._made, copy)
+            other = object.__new__(Library)
+            other.functions = ctypes.CDLL(str(copy))
+            self._copies[rank] = other
+        return self._copies[rank]
 
     def run(self, kernel: str, params: Sequence[ctypes.Structure], grid: int, block: int) -> None:
         """Returns when the grid has ended."""
