@@ -196,7 +196,10 @@ def run(
             rows,
             row_scale,
             buffers.out.cpu(),
-            *(None if t is None else t.cpu() for t in (buffers.scales, buffers.shuffled_scales, buffers.sums)),
+            *(
+                None if t is None else t.cpu()
+                for t in (buffers.scales, buffers.shuffled_scales, buffers.sums)
+            ),
         )
     )
 

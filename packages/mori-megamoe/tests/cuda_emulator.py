@@ -61,7 +61,11 @@ class Library:
     """One source file. `kernels`: name -> types of its parameters. `tests`: C++ behind the kernels."""
 
     def __init__(
-        self, name: str, flags: Sequence[str] = (), kernels: dict[str, list[str]] | None = None, tests: str = ""
+        self,
+        name: str,
+        flags: Sequence[str] = (),
+        kernels: dict[str, list[str]] | None = None,
+        tests: str = "",
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mori-megamoe-cpu-")
         folder = Path(self._folder.name)
@@ -73,10 +77,23 @@ class Library:
             f'#include <stdio.h>\n#include "cuda_on_cpu.h"\n#include "{name}"\n{doors}{tests}'
         )
         made = folder / "cpu.so"
-        command = ["g++", "-std=c++17", "-O2", "-g0", "-shared", "-fPIC", "-pthread", "-w", "-ffp-contract=off", "-fno-gnu-unique"]
+        command = [
+            "g++",
+            "-std=c++17",
+            "-O2",
+            "-g0",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            "-w",
+            "-ffp-contract=off",
+            "-fno-gnu-unique",
+        ]
         paths = [f"-I{HERE}", f"-I{FIBERS}", f"-I{folder}"]
         done = subprocess.run(
-            [*command, *flags, *paths, str(folder / "cpu.cpp"), "-o", str(made)], capture_output=True, text=True
+            [*command, *flags, *paths, str(folder / "cpu.cpp"), "-o", str(made)],
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise RuntimeError(done.stderr[:4000])

@@ -182,4 +182,3 @@ def routes_by_expert(shape: Shape, calls: Sequence[RankCall]) -> list[list[Wante
                 if 0 <= expert < shape.num_experts:
                     rows[expert].append(WantedRow(rank, token, slot))
     return rows
-

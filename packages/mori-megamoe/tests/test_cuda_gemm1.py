@@ -1,8 +1,8 @@
 """The cuda target's GEMM1: sums against float64, the bytes of the epilogue, and what they must not depend on.
 
-    cpu   the kernel's source compiled for the CPU (cuda_emulator.py): every address, barrier and fragment as written,
-          matrix instructions exact. So it shows what is computed, not how the hardware rounds nor how long it takes
-    cuda  on a GPU
+cpu   the kernel's source compiled for the CPU (cuda_emulator.py): every address, barrier and fragment as written,
+      matrix instructions exact. So it shows what is computed, not how the hardware rounds nor how long it takes
+cuda  on a GPU
 """
 
 from __future__ import annotations

@@ -39,13 +39,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
 #endif
   cluster_sync();
   if (group == 0) {
-    GIVE_REGISTERS(BODY == EXACT ? 40 : 24);
+    GIVE_REGISTERS(LOADER_REGISTERS);
     if (thread < 32) load_items(shared, cta, maps, p);
 #if WAIT == QUEUE
     else if (thread < 64 && blockIdx.x == gridDim.x - 1) publish_ready_tiles(thread & 31, p);
 #endif
   } else {
-    TAKE_REGISTERS(BODY == EXACT ? 232 : 240);
+    TAKE_REGISTERS(CONSUMER_REGISTERS);
     consume_items(group - 1, shared, cta, maps, p);
   }
   cluster_sync();

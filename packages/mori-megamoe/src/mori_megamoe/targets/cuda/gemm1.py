@@ -138,7 +138,10 @@ class Gemm1:
             )
             grid = grid or torch.cuda.get_device_properties(device).multi_processor_count // 2 * 2
             self._kept = (weights, buffers, tiles)
-            args = [maps_of(weights.body, buffers, tile_rows), params_of(weights, buffers, tiles, limit=limit)]
+            args = [
+                maps_of(weights.body, buffers, tile_rows),
+                params_of(weights, buffers, tiles, limit=limit),
+            ]
             self._prepared = driver.PreparedLaunch(function, grid, THREADS, args)
 
     def launch(self, stream: int) -> None:

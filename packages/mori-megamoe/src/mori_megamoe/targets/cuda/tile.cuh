@@ -31,6 +31,9 @@
 #define WEIGHT_BYTES (CODE_BYTES + 1024)
 #define STAGE_BYTES (OPERAND_BYTES + WEIGHT_BYTES)
 #define STAGES (BODY == EXACT ? 4 : 6)
+// R holds 128 sums, 64 products and 32 of fragments a thread; all three warpgroups have 504 together.
+#define CONSUMER_REGISTERS (BODY == REBASED && TILE_ROWS == 128 ? 240 : 232)
+#define LOADER_REGISTERS (504 - 2 * CONSUMER_REGISTERS)
 #define RING 8     // items under way in a cluster: its CTAs are never more than STAGES K blocks apart
 
 #define OUT_BYTES (TILE_ROWS * 64)

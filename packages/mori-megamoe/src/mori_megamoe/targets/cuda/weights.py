@@ -97,8 +97,7 @@ def _codes(stored: torch.Tensor, model_dim: int) -> torch.Tensor:
     """One expert's bytes as [block, wg 2, warp 4, gate/up 2, K block, half 2, step 2, g 8, fragment 2, 16 bytes]."""
     steps = model_dim // BLOCK_K
     # stored: [16 outputs][gate/up][K block][32 of K][row][16 bytes]
-    x = stored.view(-1, 2, 4, 2, steps, 2, 2, 8, 2, 16)
-    return x
+    return stored.view(-1, 2, 4, 2, steps, 2, 2, 8, 2, 16)
 
 
 def _scales(stored: torch.Tensor, model_dim: int) -> torch.Tensor:
@@ -150,7 +149,7 @@ def _output_of(index: int) -> str:
 
 def _words_r(codes: torch.Tensor) -> torch.Tensor:
     """int32 [.., c 4]: magnitude i of half h at bit 16 h + 4 i, its sign at bit 8 i + 3 + 4 h."""
-    x = codes.unflatten(-1, (2, 4, 2))  # [h][c][i / 2]
+    x = codes.view(*codes.shape[:-1], 2, 4, 2)  # [h][c][i / 2]
     word = torch.zeros(x.shape[:-3] + (4,), dtype=torch.int32, device=codes.device)
     for h in range(2):
         for i in range(4):
@@ -161,7 +160,7 @@ def _words_r(codes: torch.Tensor) -> torch.Tensor:
 
 def _words_a(codes: torch.Tensor) -> torch.Tensor:
     """int32 [.., c 4]: pairs p as decode_bf16 takes them apart."""
-    x = codes.unflatten(-1, (4, 4))  # [p][c]
+    x = codes.view(*codes.shape[:-1], 4, 4)  # [p][c]
     word = torch.zeros(x.shape[:-2] + (4,), dtype=torch.int32, device=codes.device)
     for p in range(4):
         for b in range(2):
