@@ -1,4 +1,5 @@
-"""Small problems for the cuda target's GEMM1, with what is right for them; run on a GPU, or on the CPU's emulation."""
+"""Small problems for the cuda target's GEMM1, with what is right for them; run on a GPU, or on the CPU's
+emulation."""
 
 from __future__ import annotations
 

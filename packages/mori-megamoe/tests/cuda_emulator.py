@@ -1,8 +1,8 @@
 """Builds the cuda target's kernels for the CPU, so that what they compute can be tested anywhere.
 
-As mori-ep's tests do (on_cpu/emulator.py: each `asm` statement replaced by C++ that says the same, a block a thread of
-the host, its threads fibers), with clusters, mbarriers, bulk copies and matrix instructions added (cuda_on_cpu.h, which
-takes the place of async.cuh and mma.cuh).
+As mori-ep's tests do (on_cpu/emulator.py: each `asm` statement replaced by C++ that says the same, a block a
+thread of the host, its threads fibers), with clusters, mbarriers, bulk copies and matrix instructions added
+(cuda_on_cpu.h, which takes the place of async.cuh and mma.cuh).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ SHARED = re.compile(r"extern __shared__ .*? (\w+)\[\];")
 
 def _emulator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("on_cpu_emulator", FIBERS / "emulator.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.TABLE = TABLE + module.TABLE
@@ -123,7 +124,8 @@ def _door(kernel: str, types: list[str]) -> str:
     given = ", ".join(f"*(const {kind}*)q[{i}]" for i, kind in enumerate(types))
     return (
         f'extern "C" void run_{kernel}(const void* p, unsigned grid, unsigned block) {{\n  new_grid(grid);\n'
-        f"  run_grid([](const void* v) {{ void* const* q = (void* const*)v; {kernel}({given}); }}, p, grid, block);\n}}\n"
+        f"  run_grid([](const void* v) {{ void* const* q = (void* const*)v; {kernel}({given}); }}, "
+        f"p, grid, block);\n}}\n"
     )
 
 

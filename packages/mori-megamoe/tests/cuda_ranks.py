@@ -1,4 +1,5 @@
-"""Ranks of a Stage1 on the CPU: all in one process, each with a window, a thread and its own copy of the emulated kernels."""
+"""Ranks of a Stage1 on the CPU: all in one process, each with a window, a thread and its own copy of the
+emulated kernels."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ class Ranks:
             local.row_scale[: len(rows)] = scale
 
     def send_params(self, rank: int, call: RankCall, blocks: int) -> params.SendParams:
-        send = self.places[rank].send(blocks)
+        send = self.places[rank].send(blocks, 128)
         send.weights = call.weights.data_ptr()
         return send
 

@@ -1,5 +1,5 @@
-"""Every variant of the cuda target's kernels, compiled as it will be, on any machine; what must hold of its machine code, and
-that both sides have the same arguments."""
+"""Every variant of the cuda target's kernels, compiled as it will be, on any machine; what must hold of its
+machine code, and that both sides have the same arguments."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def code_of(name: str, nvrtc: Compiler, cache: Cache) -> list[str]:
 
 @pytest.mark.parametrize("name", TUNED)
 def test_a_gemm_keeps_its_sums_in_registers(name: str, nvrtc: Compiler, cache: Cache) -> None:
-    """All bodies, tiles and ways to wait: no spill anywhere, setmaxnreg heeded (a trap in a wait, or a call, and ptxas ignores it
-    and serialises the matrix instructions)."""
+    """All bodies, tiles and ways to wait: no spill anywhere, setmaxnreg heeded (a trap in a wait, or a call,
+    and ptxas ignores it and serialises the matrix instructions)."""
     used = resources.kernels_of(build(dict(VARIANTS)[name], compiler=nvrtc, cache=cache))
     kernel = "gemm1" if name.endswith("never") else "stage1"
     assert used == {kernel: resources.Resources(GEMM_REGISTERS, 0)}
@@ -57,8 +57,9 @@ def test_a_gemm_keeps_its_sums_in_registers(name: str, nvrtc: Compiler, cache: C
 
 @pytest.mark.parametrize("name", [name for name in TUNED if "-128-" in name])
 def test_a_gemms_main_loop_is_the_tuned_one(name: str, nvrtc: Compiler, cache: Cache) -> None:
-    """Per K block of 128, two fragments: R 8 matrix instructions of 32, 64 additions (of the second fragment; the first's stand
-    in front of the first matrix instruction, which is where the loop is cut here); A 16 of 16. Nothing waits for memory."""
+    """Per K block of 128, two fragments: R 8 matrix instructions of 32, 64 additions (of the second fragment;
+    the first's stand in front of the first matrix instruction, which is where the loop is cut here); A 16 of
+    16. Nothing waits for memory."""
     code = code_of(name, nvrtc, cache)
     assert [text for text in code if re.search(r"\b(LDL|STL)\b", text)] == []
     assert sum("USETMAXREG" in text for text in code) == 2

@@ -1,7 +1,8 @@
 """The cuda target's GEMM1: sums against float64, the bytes of the epilogue, and what they must not depend on.
 
-cpu   the kernel's source compiled for the CPU (cuda_emulator.py): every address, barrier and fragment as written,
-      matrix instructions exact. So it shows what is computed, not how the hardware rounds nor how long it takes
+cpu   the kernel's source compiled for the CPU (cuda_emulator.py): every address, barrier and fragment as
+      written, matrix instructions exact. So it shows what is computed, not how the hardware rounds nor how
+      long it takes
 cuda  on a GPU
 """
 
@@ -22,9 +23,9 @@ on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 only_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu(1))])
 bodies = pytest.mark.parametrize("body", ["R", "A"])
 
-# Against float64 of the exact products. CPU: sums are exact there, so R has only what rebasing rows loses and A only
-# the rounding of fp32. GPU (study on H200): R 5.3e-5 on normal data and 1.8e-4 on outliers and heavy tails, A 4.4e-8 and
-# 2.1e-7.
+# Against float64 of the exact products. CPU: sums are exact there, so R has only what rebasing rows loses and
+# A only the rounding of fp32. GPU (study on H200): R 5.3e-5 on normal data and 1.8e-4 on outliers and heavy
+# tails, A 4.4e-8 and 2.1e-7.
 MOST_ERROR = {
     ("cpu", "R", False): 2e-5,
     ("cpu", "A", False): 1e-7,
@@ -46,8 +47,8 @@ def check(problem: Problem, device: str, grid: int = 2) -> None:
 
 
 def check_bytes(problem: Problem, device: str, got: Results, real: torch.Tensor) -> None:
-    """The epilogue is exact: bytes follow from the sums. exp2 is an approximation on a GPU, so a code may differ by a
-    rounding there now and then."""
+    """The epilogue is exact: bytes follow from the sums. exp2 is an approximation on a GPU, so a code may
+    differ by a rounding there now and then."""
     codes, scales = got.wanted_bytes(problem.limit)
     out, plain, shuffled = got.buffers.out, got.buffers.scales, got.buffers.shuffled_scales
     form = mx.ActivationScales(problem.rows, problem.inter_dim // 32)

@@ -1,4 +1,5 @@
-"""Operand rows and the epilogue's arithmetic as the cuda target's source has them, on the CPU: the bytes of mx and torch."""
+"""Operand rows and the epilogue's arithmetic as the cuda target's source has them, on the CPU: the bytes of
+mx and torch."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from cuda_ranks import prepare_library
 bodies = pytest.mark.parametrize("body", ["R", "A"])
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
 EPILOGUE = r"""
-extern "C" void hidden(const float* gate, const float* up, int rows, int columns, float limit, uint8_t* codes, uint8_t* scales) {
+extern "C" void hidden(const float* gate, const float* up, int rows, int columns, float limit, uint8_t* codes,
+uint8_t* scales) {
   for (int block = 0; block < rows * columns / 32; block++) {
     float h[32], largest = 0;
-    for (int i = 0; i < 32; i++) h[i] = swiglu(gate[32 * block + i], up[32 * block + i], limit), largest = fmaxf(largest, fabsf(h[i]));
-    const uint32_t e8 = output_scale(largest);
-    scales[block] = (uint8_t)e8;
-    for (int i = 0; i < 32; i += 2) {
+    for (int i = 0; i < 32; i++) h[i] = swiglu(gate[32 * block + i], up[32 * block + i], limit), largest =
+    fmaxf(largest, fabsf(h[i])); const uint32_t e8 = output_scale(largest); scales[block] = (uint8_t)e8; for
+    (int i = 0; i < 32; i += 2) {
       const uint16_t two = to_e4m3x2(h[i] * power_of_two(254 - e8), h[i + 1] * power_of_two(254 - e8));
       memcpy(codes + 32 * block + i, &two, 2);
     }

@@ -1,4 +1,5 @@
-"""The cuda target's plan and sending, on the CPU's emulation: several ranks at once, compared with the plan in Python."""
+"""The cuda target's plan and sending, on the CPU's emulation: several ranks at once, compared with the plan
+in Python."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def landing_row(shape: Shape, by_expert: list[list[object]], expert: int) -> int
 
 
 def test_the_plan_of_three_ranks_in_calls_that_follow_one_another() -> None:
-    """Different tokens on each rank, one without any; -1 ids; a second call with other counts, then none at all."""
+    """Different tokens on each rank, one without any; -1 ids; a second call with other counts, then none at
+    all."""
     ranks = Ranks(shape_of(3, 12))
     for number, tokens in enumerate([(40, 0, 7), (1, 64, 33), (0, 0, 0)], 1):
         calls = [random_call(ranks.shape, n, 10 * number + r) for r, n in enumerate(tokens)]

@@ -1,5 +1,6 @@
-"""The cuda target's Stage1 as a whole, on the CPU's emulation: rows sent by some blocks while others multiply. Its bytes are
-those of the baseline (dispatch, then GEMM1), whatever the order in which rows come."""
+"""The cuda target's Stage1 as a whole, on the CPU's emulation: rows sent by some blocks while others
+multiply. Its bytes are those of the baseline (dispatch, then GEMM1), whatever the order in which rows
+come."""
 
 from __future__ import annotations
 
@@ -107,8 +108,8 @@ def check_against_float64(
 
 
 def test_fused_equals_the_baseline_byte_for_byte_in_calls_that_alternate() -> None:
-    """Four calls of two kinds of input through the same memory, each way to wait; no expert is without rows everywhere,
-    and one call has a rank without tokens."""
+    """Four calls of two kinds of input through the same memory, each way to wait; no expert is without rows
+    everywhere, and one call has a rank without tokens."""
     weights, exact = weights_by_rank(SHAPE)
     inputs = [
         [random_call(SHAPE, n, 7 * kind + r) for r, n in enumerate(tokens)]

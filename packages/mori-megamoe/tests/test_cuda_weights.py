@@ -1,5 +1,5 @@
-"""w1 in the kernel's order: nothing is lost, what a body cannot hold is refused, and the device's decoding gives exactly what
-the caller stored."""
+"""w1 in the kernel's order: nothing is lost, what a body cannot hold is refused, and the device's decoding
+gives exactly what the caller stored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ extern "C" void decode_r(const uint32_t* words, const uint32_t* deltas, int coun
   }
 }
 extern "C" void decode_a(const uint32_t* words, const uint32_t* deltas, int count, uint32_t* out) {
-  for (int i = 0; i < count; i++) decode_bf16(words[i], deltas[i], out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+  for (int i = 0; i < count; i++) decode_bf16(words[i], deltas[i], out[4 * i], out[4 * i + 1], out[4 * i + 2],
+  out[4 * i + 3]);
 }
 """
 
@@ -49,7 +50,8 @@ def stored(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def taken_apart(prepared: PreparedWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse: codes one a byte [E, 2 I, D] and the scales of blocks, relative to nothing: e8m0 [E, 2 I, D / 32]."""
+    """The inverse: codes one a byte [E, 2 I, D] and the scales of blocks, relative to nothing: e8m0 [E, 2 I,
+    D / 32]."""
     experts, blocks, steps, _ = prepared.codes.shape
     words = prepared.codes[..., :CODE_BYTES].contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     # [E, block, K block, wg, fragment, half, warp, g, c, step, gate/up]
@@ -107,8 +109,8 @@ def test_taking_it_apart_gives_back_what_was_stored(body: str) -> None:
 
 @bodies
 def test_the_device_decodes_every_code_at_every_delta_exactly(body: str) -> None:
-    """R: 4 codes a register, table lookups. A: pairs, one multiplication. Every byte at every place of a word, and block i of a
-    row with delta i, as far as the body goes."""
+    """R: 4 codes a register, table lookups. A: pairs, one multiplication. Every byte at every place of a
+    word, and block i of a row with delta i, as far as the body goes."""
     line = torch.arange(256, dtype=torch.uint8)
     packed = torch.stack([line.roll(i).repeat(2) for i in range(512)])[None]  # 32 blocks a row
     scales = torch.arange(32).clamp_max(limits.MAX_DELTA[body]).to(torch.uint8).expand(1, 512, 32) + 100

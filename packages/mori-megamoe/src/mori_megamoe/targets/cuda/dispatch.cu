@@ -4,8 +4,8 @@
 
 extern "C" __device__ const unsigned send_params_bytes = sizeof(SendParams);
 
-extern "C" __global__ void __launch_bounds__(512, 1) dispatch(const __grid_constant__ SendParams p) {
-  if ((int)blockIdx.x < p.blocks) send_units(p);
+extern "C" __global__ void __launch_bounds__(256, 2) dispatch(const __grid_constant__ SendParams p) {
+  if ((int)blockIdx.x < p.blocks && (int)threadIdx.x < p.threads) send_units(p);
   if (blockIdx.x) return;
   const unsigned* arrived = (const unsigned*)(p.landing.window[p.rank] + p.landing.at_arrived);
   for (int i = threadIdx.x; i < p.experts * p.world; i += blockDim.x)

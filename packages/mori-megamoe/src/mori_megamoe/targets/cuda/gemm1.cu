@@ -35,7 +35,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     barrier_init_fence();
   }
 #if WAIT != NEVER
-  if (blockIdx.x < send.blocks) send_units(send);
+  if ((int)blockIdx.x < send.blocks && thread < send.threads) send_units(send);
 #endif
   cluster_sync();
   if (group == 0) {

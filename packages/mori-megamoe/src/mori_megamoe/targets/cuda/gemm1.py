@@ -112,8 +112,8 @@ def check_size(module: driver.Module, constant: str, kind: type[ctypes.Structure
     """Both sides have the same struct."""
     if module.constant(constant) != ctypes.sizeof(kind):
         raise RuntimeError(
-            f"{constant}: params.py has {ctypes.sizeof(kind)} bytes, params.cuh {module.constant(constant)}: the two "
-            f"must hold the same fields"
+            f"{constant}: params.py has {ctypes.sizeof(kind)} bytes, params.cuh {module.constant(constant)}: "
+            f"the two must hold the same fields"
         )
 
 

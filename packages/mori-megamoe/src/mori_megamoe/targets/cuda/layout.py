@@ -1,10 +1,12 @@
-"""Where the cuda target's Stage1 keeps what peers write, in bytes of a rank's part of the window. Pure integers, the
-same on every rank.
+"""Where the cuda target's Stage1 keeps what peers write, in bytes of a rank's part of the window. Pure
+integers, the same on every rank.
 
     told       u32 [source]                       the epoch whose counts of the source are here
-    counts     u32 [2][source][experts of all]    rows that the source sends to each expert, by parity of the epoch
+    counts     u32 [2][source][experts of all]    rows that the source sends to each expert, by parity of the
+               epoch
     arrived    u32 [expert][source]               rows that have come, since the beginning
-    source     u32 [capacity]                     rank * max_tokens + token, slot above bit 24; padding: world * max_tokens
+    source     u32 [capacity]                     rank * max_tokens + token, slot above bit 24; padding: world
+               * max_tokens
     weight     fp32 [capacity]                    the router's weight
     row_scale  u8 [capacity]                      body R: e8m0
     rows       [capacity][row_bytes]              operand rows: e4m3 (R) or bf16 (A)
@@ -81,8 +83,8 @@ class Shape:
             raise UnsupportedShape(f"tile_rows={self.tile_rows}: one of {limits.TILE_ROWS}")
         if not 1 <= self.world_size <= limits.MAX_RANKS or self.num_experts % self.world_size:
             raise UnsupportedShape(
-                f"{self.num_experts} experts on {self.world_size} ranks: at most {limits.MAX_RANKS} ranks, each with "
-                f"the same number"
+                f"{self.num_experts} experts on {self.world_size} ranks: at most {limits.MAX_RANKS} ranks, "
+                f"each with the same number"
             )
         if self.num_experts > limits.MAX_EXPERTS:
             raise UnsupportedShape(f"{self.num_experts} experts: at most {limits.MAX_EXPERTS}")
@@ -94,7 +96,8 @@ class Shape:
             raise UnsupportedShape(f"topk={self.topk}: 1 to 255")
         if self.max_tiles > limits.MAX_TILES or self.pairs > limits.MAX_PAIRS:
             raise UnsupportedShape(
-                f"{self.max_tiles} tiles of {self.pairs} items: at most {limits.MAX_TILES}, {limits.MAX_PAIRS}"
+                f"{self.max_tiles} tiles of {self.pairs} items: at most {limits.MAX_TILES}, "
+                f"{limits.MAX_PAIRS}"
             )
 
 

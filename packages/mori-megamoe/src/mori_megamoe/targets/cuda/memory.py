@@ -1,5 +1,5 @@
-"""One rank's memory for Stage1, and the kernels' arguments that point into it. Nothing here touches a driver: the same
-structs serve the kernels' emulation on a CPU."""
+"""One rank's memory for Stage1, and the kernels' arguments that point into it. Nothing here touches a driver:
+the same structs serve the kernels' emulation on a CPU."""
 
 from __future__ import annotations
 
@@ -122,12 +122,13 @@ class Place:
             timeout_ns=self.timeout_ns,
         )
 
-    def send(self, blocks: int) -> SendParams:
-        """All but `weights`, which are a call's. blocks: of the grid that send."""
+    def send(self, blocks: int, threads: int) -> SendParams:
+        """All but `weights`, which are a call's. So many blocks send, with so many threads each."""
         shape, local = self.shape, self.local
         return SendParams(
             nbytes=ctypes.sizeof(SendParams),
             blocks=blocks,
+            threads=threads,
             world=shape.world_size,
             rank=self.rank,
             experts=shape.experts,

@@ -87,7 +87,7 @@ struct Unit {              // rows that a warp sends in one go: of one expert of
 
 struct SendParams {
   unsigned nbytes;
-  int blocks;              // of the grid that send
+  int blocks, threads;     // of the grid that send, and of each of them
   int world, rank, experts, max_tokens, top_k;
   int row_units;           // 16 bytes each
   int has_scales;          // body R: a scale a row

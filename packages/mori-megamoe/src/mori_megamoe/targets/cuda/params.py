@@ -1,5 +1,5 @@
-"""`params.cuh` in ctypes: the same fields in the same order. The kernels' own sizes are compared when they are
-loaded."""
+"""`params.cuh` in ctypes: the same fields in the same order. The kernels' own sizes are compared when they
+are loaded."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class SendParams(ctypes.Structure):
         *[
             (name, c_int)
             for name in (
-                *("blocks", "world", "rank", "experts", "max_tokens", "top_k"),
+                *("blocks", "threads", "world", "rank", "experts", "max_tokens", "top_k"),
                 *("row_units", "has_scales"),
             )
         ],

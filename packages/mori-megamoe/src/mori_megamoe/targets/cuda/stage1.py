@@ -1,13 +1,17 @@
-"""Stage1 on the cuda target: from a rank's tokens to its experts' hidden rows, requantised. Not yet run on a GPU.
+"""Stage1 on the cuda target: from a rank's tokens to its experts' hidden rows, requantised. Not yet run on a
+GPU.
 
-    fused      prepare | stage1     some blocks send rows to their owners while all others multiply what has come
+    fused      prepare | stage1     some blocks send rows to their owners while all others multiply what has
+               come
     baseline   prepare | dispatch | gemm1
 
-prepare makes the plan of the call and my operand rows (prepare.cu; the protocol stands in plan.cuh). All three are kernels
-on the caller's stream, their arguments made once; nothing is allocated and nothing waits on the host, so that a call can
-be captured in a graph and replayed, between eager calls too. What went wrong in a kernel is raised by the next call.
+prepare makes the plan of the call and my operand rows (prepare.cu; the protocol stands in plan.cuh). All
+three are kernels on the caller's stream, their arguments made once; nothing is allocated and nothing waits on
+the host, so that a call can be captured in a graph and replayed, between eager calls too. What went wrong in
+a kernel is raised by the next call.
 
-Both ways share plan, rows and GEMM, so their bytes agree; a row's bytes depend on the row and its expert only.
+Both ways share plan, rows and GEMM, so their bytes agree; a row's bytes depend on the row and its expert
+only.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from mori_megamoe.targets.cuda.variants import dispatch_variant
 from mori_megamoe.targets.cuda.weights import prepare_weights
 
 MODES = ("signals", "queue", "baseline")
-_PLAN_THREADS, _PLAN_WARPS, _DISPATCH_THREADS = 1024, 32, 512
+_PLAN_THREADS, _PLAN_WARPS = 1024, 32
 Mark = Callable[[str], None]  # told the name of each phase behind its last operation
 
 
@@ -44,8 +48,8 @@ def unmarked(phase: str) -> None:
 
 
 class Hidden(NamedTuple):
-    """What Stage1 made on this rank: views that the next call overwrites. Rows in tiles of experts; padding holds
-    anything. How many there are is on the device: tiles.counts[NUM_ROWS]."""
+    """What Stage1 made on this rank: views that the next call overwrites. Rows in tiles of experts; padding
+    holds anything. How many there are is on the device: tiles.counts[NUM_ROWS]."""
 
     codes: torch.Tensor  # [rows, I] uint8 e4m3
     scales: torch.Tensor  # [rows, I / 32] uint8 e8m0
@@ -84,8 +88,10 @@ class Stage1:
     ) -> None:
         """
         w1, w1_scale  this rank's experts, as mori_megamoe.shuffle_weights makes them
-        body          "R" (fp8, error about 5e-5), "A" (bf16, exact products), or "auto": R, unless a rank's weights need A
-        mode          "signals": items in the order of experts; "queue": in the order in which rows come; "baseline"
+        body          "R" (fp8, error about 5e-5), "A" (bf16, exact products), or "auto": R, unless a rank's
+                      weights need A
+        mode          "signals": items in the order of experts; "queue": in the order in which rows come;
+                      "baseline"
         capacity      rows that a rank can receive in a call; 0: whatever the router may choose
         send_blocks   blocks that send in the fused modes, an even number
         """
@@ -137,7 +143,10 @@ class Stage1:
             *(place.landed.source, place.landed.weight, place.local.tiles),
         )
         grid = limits.most_blocks(*_share_of(comm))
-        self._plan, self._send = place.plan(), place.send(min(send_blocks, grid) // 2 * 2 or 2)
+        self._plan, self._send = (
+            place.plan(),
+            place.send(min(send_blocks, grid) // 2 * 2 or 2, limits.SEND_THREADS),
+        )
         self._rows = RowsParams(nbytes=ctypes.sizeof(RowsParams))
         device = comm.device.index or 0
         self._prepare = {
@@ -151,9 +160,9 @@ class Stage1:
         params = params_of(self.weights, buffers, place.local.tiles, limit=limit, arrivals=arrivals)
         function = gemm1_function(device, shape.body, shape.tile_rows, wait)
         if wait == "never":
-            self._send.blocks = grid
+            self._send.blocks, self._send.threads = grid, limits.DISPATCH_THREADS
             dispatch = _dispatch_function(device)
-            self._moves = driver.PreparedLaunch(dispatch, grid, _DISPATCH_THREADS, [self._send])
+            self._moves = driver.PreparedLaunch(dispatch, grid, limits.DISPATCH_THREADS, [self._send])
             self._gemm = driver.PreparedLaunch(function, grid, THREADS, [maps, params])
         else:
             self._gemm = driver.PreparedLaunch(function, grid, THREADS, [maps, params, self._send])
@@ -169,8 +178,9 @@ class Stage1:
         scales: torch.Tensor | None = None,
         mark: Mark = unmarked,
     ) -> Hidden:
-        """One call, on the current stream. x [n, D] bf16, or e4m3 with scales [n, D / 32] uint8; weights [n, k] fp32; ids
-        [n, k] int32, those outside the experts go nowhere. The tensors have to stay until the call is done."""
+        """One call, on the current stream. x [n, D] bf16, or e4m3 with scales [n, D / 32] uint8; weights [n,
+        k] fp32; ids [n, k] int32, those outside the experts go nowhere. The tensors have to stay until the
+        call is done."""
         self._check(x, weights, ids, scales)
         self._plan.ids, self._plan.tokens = ids.data_ptr(), len(ids)
         self._send.weights = weights.data_ptr()
@@ -202,19 +212,20 @@ class Stage1:
         for name, tensor, dtype, sizes in wanted:
             if tensor.dtype != dtype or tuple(tensor.shape) != sizes or not tensor.is_contiguous():
                 raise LayoutError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}: contiguous "
-                    f"{dtype} {sizes} is needed"
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}: "
+                    f"contiguous {dtype} {sizes} is needed"
                 )
             if tensor.device != self.comm.device or tensor.data_ptr() % 16:
                 raise LayoutError(
-                    f"{name} is on {tensor.device} at {tensor.data_ptr():#x}: this Stage1 is on {self.comm.device}, and "
-                    f"addresses are multiples of 16"
+                    f"{name} is on {tensor.device} at {tensor.data_ptr():#x}: this Stage1 is on "
+                    f"{self.comm.device}, and addresses are multiples of 16"
                 )
         if n > shape.max_tokens:
             raise ArgumentError(f"{n} tokens: this Stage1 was made for max_tokens={shape.max_tokens}")
 
     def raise_faults(self) -> None:
-        """What a kernel of an earlier call has left; from then on in every call, since ranks find out at different ones."""
+        """What a kernel of an earlier call has left; from then on in every call, since ranks find out at
+        different ones."""
         if self._record[0] == 1 and self._failed is None:
             found = dict(zip(FIELDS, self._record, strict=True))
             if not is_ours(found):

@@ -67,7 +67,8 @@ class TileArrays:
 
 
 def items_of(tiles: Sequence[HostTile], pairs: int) -> Iterator[int]:
-    """Experts in order, and in an expert the tile fastest: its weights are then read from memory about once."""
+    """Experts in order, and in an expert the tile fastest: its weights are then read from memory about
+    once."""
     for _, group in groupby(enumerate(tiles), key=lambda numbered: numbered[1].expert):
         numbers = [number for number, _ in group]
         for pair in range(pairs):

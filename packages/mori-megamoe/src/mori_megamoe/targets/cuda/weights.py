@@ -1,16 +1,18 @@
-"""w1 in the order in which the kernel reads it, made once when a layer's weights are loaded. torch operations, on
-any device; 48 experts of 6144 x 7168 keep their 1.06 GB (and 66 MB of deltas, as large as the scales they replace).
+"""w1 in the order in which the kernel reads it, made once when a layer's weights are loaded. torch
+operations, on any device; 48 experts of 6144 x 7168 keep their 1.06 GB (and 66 MB of deltas, as large as the
+scales they replace).
 
-The caller's form (mx.layouts) is read as it is: codes of 16 rows of gate, then 16 of up, and so on; scales in pieces
-of 256 bytes. What comes out, for an expert's block of 256 rows (128 outputs) and 128 of K, is one run of bytes that
-one bulk copy brings to a CTA:
+The caller's form (mx.layouts) is read as it is: codes of 16 rows of gate, then 16 of up, and so on; scales in
+pieces of 256 bytes. What comes out, for an expert's block of 256 rows (128 outputs) and 128 of K, is one run
+of bytes that one bulk copy brings to a CTA:
 
     codes   [wg 2][fragment 2][half 2][warp 4][g 8][c 4][step 2][gate, up]  words of 8 codes (decode.cuh)
     deltas  [wg 2][fragment 2][warp 4][g 8][gate, up][4 blocks of 32]       bytes
 
-Output 128 block + 64 wg + 16 warp + 2 g + fragment has its gate and its up in the same thread. Each row of weights
-has one power of two, `base`; a block's delta says how far its scale is above. Blocks of zeros have any scale: they
-take no part. A body holds deltas up to MAX_DELTA; rows with a wider span are refused, never rounded.
+Output 128 block + 64 wg + 16 warp + 2 g + fragment has its gate and its up in the same thread. Each row of
+weights has one power of two, `base`; a block's delta says how far its scale is above. Blocks of zeros have
+any scale: they take no part. A body holds deltas up to MAX_DELTA; rows with a wider span are refused, never
+rounded.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def prepare_weights(
         body = "R" if max(_widest(c, s, model_dim) for c, s in zip(codes, scales, strict=True)) <= 11 else "A"
         if body == "A":
             _LOG.warning(
-                "w1 has rows whose scales are more than 2^%d apart: this layer's GEMM1 uses body A (bf16), which is "
-                "exact for them; body='A' says so beforehand",
+                "w1 has rows whose scales are more than 2^%d apart: this layer's GEMM1 uses body A (bf16), "
+                "which is exact for them; body='A' says so beforehand",
                 limits.MAX_DELTA["R"],
             )
     out = torch.empty(
@@ -94,7 +96,8 @@ def _prepare(
 
 
 def _codes(stored: torch.Tensor, model_dim: int) -> torch.Tensor:
-    """One expert's bytes as [block, wg 2, warp 4, gate/up 2, K block, half 2, step 2, g 8, fragment 2, 16 bytes]."""
+    """One expert's bytes as [block, wg 2, warp 4, gate/up 2, K block, half 2, step 2, g 8, fragment 2, 16
+    bytes]."""
     steps = model_dim // BLOCK_K
     # stored: [16 outputs][gate/up][K block][32 of K][row][16 bytes]
     return stored.view(-1, 2, 4, 2, steps, 2, 2, 8, 2, 16)
@@ -108,7 +111,8 @@ def _scales(stored: torch.Tensor, model_dim: int) -> torch.Tensor:
 
 
 def _deltas(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the lowest scale of each row [block, wg, warp, gate/up, 1, 1, g, fragment], how far each block is above)."""
+    """(the lowest scale of each row [block, wg, warp, gate/up, 1, 1, g, fragment], how far each block is
+    above)."""
     used = ((codes & 0x77) != 0).any(-1).flatten(5, 6)  # [.., K block, step of 4, g, fragment]
     wide = scales.to(torch.int32)
     lowest = wide.masked_fill(~used, _NAN_SCALE + 1).amin((4, 5), keepdim=True)
@@ -129,13 +133,13 @@ def _check(expert: int, lowest: torch.Tensor, deltas: torch.Tensor, body: str) -
         row = _output_of(int(deltas.amax((4, 5)).argmax()))
         other = "body='A' holds 2^17" if body == "R" else "no body of the cuda target holds them"
         raise UnsupportedShape(
-            f"w1 of expert {expert}: the scales of the {row} are 2^{widest} apart, body {body} holds 2^{most} "
-            f"exactly; {other}"
+            f"w1 of expert {expert}: the scales of the {row} are 2^{widest} apart, body {body} holds "
+            f"2^{most} exactly; {other}"
         )
     if int(lowest.max()) > highest:
         raise UnsupportedShape(
-            f"w1_scale of expert {expert} has a row whose lowest scale is 2^{int(lowest.max()) - 127}: at most "
-            f"2^{highest - 127} with body {body}"
+            f"w1_scale of expert {expert} has a row whose lowest scale is 2^{int(lowest.max()) - 127}: "
+            f"at most 2^{highest - 127} with body {body}"
         )
 
 
@@ -150,7 +154,7 @@ def _output_of(index: int) -> str:
 def _words_r(codes: torch.Tensor) -> torch.Tensor:
     """int32 [.., c 4]: magnitude i of half h at bit 16 h + 4 i, its sign at bit 8 i + 3 + 4 h."""
     x = codes.view(*codes.shape[:-1], 2, 4, 2)  # [h][c][i / 2]
-    word = torch.zeros(x.shape[:-3] + (4,), dtype=torch.int32, device=codes.device)
+    word = torch.zeros(*x.shape[:-3], 4, dtype=torch.int32, device=codes.device)
     for h in range(2):
         for i in range(4):
             code = (x[..., h, :, i // 2] >> 4 * (i % 2)).to(torch.int32)
@@ -161,7 +165,7 @@ def _words_r(codes: torch.Tensor) -> torch.Tensor:
 def _words_a(codes: torch.Tensor) -> torch.Tensor:
     """int32 [.., c 4]: pairs p as decode_bf16 takes them apart."""
     x = codes.view(*codes.shape[:-1], 4, 4)  # [p][c]
-    word = torch.zeros(x.shape[:-2] + (4,), dtype=torch.int32, device=codes.device)
+    word = torch.zeros(*x.shape[:-2], 4, dtype=torch.int32, device=codes.device)
     for p in range(4):
         for b in range(2):
             code = (x[..., p, :] >> 4 * b).to(torch.int32)
