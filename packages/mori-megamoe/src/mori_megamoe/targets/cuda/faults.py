@@ -24,8 +24,8 @@ def error_of(found: dict[str, int], timeout_s: float) -> MoriError:
     rank, peer, seen, wanted = (found[name] for name in ("rank", "peer", "seen", "wanted"))
     if found["what"] == params.TOO_MANY_ROWS:
         return UnsupportedShape(
-            f"rank {peer} would receive {seen} rows (with padding) in one call, its landing memory has {wanted}"
-            ": make Stage1 with a larger capacity, or 0 for any routing. No rank has sent or computed anything"
+            f"rank {peer} would receive {seen} rows (with padding) in one call and has room for {wanted}: "
+            "make Stage1 with a larger capacity, or 0 for any routing. No rank has sent or computed anything"
         )
     what = _WAITS.get(found["what"], "flag {what:#x}").format(**found)
     return PeerTimeout(
