@@ -146,3 +146,20 @@ def test_both_sides_have_the_same_parameters(tmp_path: Path, nvrtc: Compiler) ->
         )
         source = Source.read(path, [CUDA, cuda_headers()])
         build(Variant("mori-megamoe", source, (), "sm_90a"), compiler=nvrtc, cache=Cache(None))
+
+
+def test_the_triton_baseline_compiles_for_hopper() -> None:
+    """So that the benchmark does not find out on a GPU."""
+    triton = pytest.importorskip("triton")
+    from mori_megamoe.targets.cuda.triton_baseline import _grouped
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {"x": "*fp8e4nv", **dict.fromkeys(("x_scale", "w", "w_scale"), "*u8"), "expert_of": "*i32"}
+    sizes = {"K": 256, "N": 512, "BM": 128, "BN": 128, "BK": 64}
+    signature = types | {"out": "*bf16"} | dict.fromkeys(sizes, "constexpr")
+    constants = {(len(signature) - len(sizes) + i,): size for i, size in enumerate(sizes.values())}
+    source = ASTSource(fn=_grouped, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", 90, 32)
+    made = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3})
+    assert made.asm["cubin"]

@@ -2,34 +2,31 @@
 `tl.dot_scaled`, which Triton emulates on Hopper. Weights row-major, fp32 sums rounded to bf16, no
 epilogue."""
 
-# mypy: disable-error-code="import-untyped, untyped-decorator"
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-# The best of six on an H200: the fastest that other tiles, warps and stages gave (5129 us at 12288 rows of
-# v4_pro).
+# The fastest of six choices on an H200: 5129 us at 12288 rows of 7168, 48 experts of 6144.
 ROWS, COLUMNS, DEPTH, WARPS, STAGES = 128, 128, 64, 4, 3
 
 
 @triton.jit
 def _grouped(
-    x: Any,
-    x_scale: Any,
-    w: Any,
-    w_scale: Any,
-    expert_of: Any,
-    out: Any,
+    x,
+    x_scale,
+    w,
+    w_scale,
+    expert_of,
+    out,
     K: tl.constexpr,
     N: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-) -> None:
+):
     tile, column = tl.program_id(0) // (N // BN), tl.program_id(0) % (N // BN)
     expert = tl.load(expert_of + tile).to(tl.int64)
     rows = tile * BM + tl.arange(0, BM)
