@@ -28,6 +28,7 @@ TABLE = (  # instruction -> C++; looked up in front of mori-ep's
     ("ex2.approx.f32", "{o[0]} = power_by_sums({i[0]})"),
     ("rcp.approx.ftz.f32", "{o[0]} = about_reciprocal({i[0]})"),
     ("max.NaN.f32", "{o[0]} = larger_or_nan({i[0]}, {i[1]})"),
+    ("min.NaN.f32", "{o[0]} = -larger_or_nan(-({i[0]}), -({i[1]}))"),
     ("mul.rn.bf16x2", "{o[0]} = times_bf16({i[0]}, {i[1]})"),
     ("cvt.rn.satfinite.e4m3x2.f32", "{o[0]} = two_e4m3({i[1]}, {i[0]})"),
     ("cvt.rn.f16x2.e4m3x2", "{o[0]} = halves_of({i[0]})"),

@@ -93,7 +93,7 @@ struct Barrier {  // 8 bytes
 };
 inline Barrier* barrier_at(uint32_t bar, uint32_t cta) { return (Barrier*)shared_at(bar, cta); }
 inline void settle(Barrier* b) {
-  if (b->pending == 0 && b->bytes == 0) b->phase ^= 1, b->pending = b->count;
+  if (b->pending == 0 && b->bytes == 0) b->pending = b->count, __atomic_fetch_xor(&b->phase, 1, __ATOMIC_RELEASE);
 }
 inline void barrier_init(uint32_t bar, uint32_t count) { *barrier_at(bar, cluster_rank()) = {(uint8_t)count, (uint8_t)count, 0, 0, 0}; }
 inline void arrive_at(uint32_t bar, uint32_t cta, int nbytes) {
@@ -111,10 +111,7 @@ inline void barrier_arrive(uint32_t bar) { arrive_at(bar, cluster_rank(), 0); }
 inline void barrier_arrive_expect(uint32_t bar, uint32_t nbytes) { arrive_at(bar, cluster_rank(), nbytes); }
 inline void barrier_arrive_cluster(uint32_t bar, uint32_t cta) { arrive_at(bar, cta, 0); }
 inline void barrier_wait(uint32_t bar, uint32_t parity) {
-  for (;; yield()) {
-    const std::lock_guard<std::mutex> lock(barriers_mutex);
-    if (barrier_at(bar, cluster_rank())->phase != parity) return;
-  }
+  while (__atomic_load_n(&barrier_at(bar, cluster_rank())->phase, __ATOMIC_ACQUIRE) == parity) yield();
 }
 inline void store_async_cluster(uint32_t address, uint32_t value, uint32_t bar, uint32_t cta) {
   *(uint32_t*)shared_at(address, cta) = value;

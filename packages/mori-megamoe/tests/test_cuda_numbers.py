@@ -21,15 +21,19 @@ from cuda_ranks import prepare_library
 bodies = pytest.mark.parametrize("body", ["R", "A"])
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
 EPILOGUE = r"""
-extern "C" void hidden(const float* gate, const float* up, int rows, int columns, float limit, uint8_t* codes,
-uint8_t* scales) {
-  for (int block = 0; block < rows * columns / 32; block++) {
+extern "C" void hidden(const float* gate, const float* up, int blocks, float limit,
+                       uint8_t* codes, uint8_t* scales) {
+  for (int block = 0; block < blocks; block++, gate += 32, up += 32, codes += 32) {
     float h[32], largest = 0;
-    for (int i = 0; i < 32; i++) h[i] = swiglu(gate[32 * block + i], up[32 * block + i], limit), largest =
-    fmaxf(largest, fabsf(h[i])); const uint32_t e8 = output_scale(largest); scales[block] = (uint8_t)e8; for
-    (int i = 0; i < 32; i += 2) {
-      const uint16_t two = to_e4m3x2(h[i] * power_of_two(254 - e8), h[i + 1] * power_of_two(254 - e8));
-      memcpy(codes + 32 * block + i, &two, 2);
+    for (int i = 0; i < 32; i++) {
+      h[i] = swiglu(gate[i], up[i], limit);
+      largest = max_nan(largest, fabsf(h[i]));
+    }
+    const uint32_t e8 = output_scale(largest);
+    scales[block] = (uint8_t)e8;
+    for (int i = 0; i < 32; i += 2) {
+      const uint16_t two = to_e4m3x2(h[i] * output_factor(e8), h[i + 1] * output_factor(e8));
+      memcpy(codes + i, &two, 2);
     }
   }
 }
@@ -106,11 +110,12 @@ def test_the_epilogue_gives_the_bytes_of_the_reference() -> None:
     gate[:4] *= 30
     up[4:8] = 0
     gate[8:12] *= 1e-20
+    gate[12, 3], up[13, 40], up[14, 99] = torch.nan, torch.nan, torch.inf
     codes, scales = torch.empty(512, 256, dtype=torch.uint8), torch.empty(512, 8, dtype=torch.uint8)
     for limit in (0.0, 10.0):
         epilogue().functions.hidden(
             *(ctypes.c_void_p(t.data_ptr()) for t in (gate, up)),
-            *(512, 256, ctypes.c_float(limit)),
+            *(512 * 8, ctypes.c_float(limit)),
             *(ctypes.c_void_p(t.data_ptr()) for t in (codes, scales)),
         )
         wanted, wanted_scales = mx.quantize_hidden(arithmetic.swiglu(torch.cat([gate, up], 1), limit))

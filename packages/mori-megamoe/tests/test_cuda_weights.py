@@ -31,8 +31,7 @@ extern "C" void decode_r(const uint32_t* words, const uint32_t* deltas, int coun
   }
 }
 extern "C" void decode_a(const uint32_t* words, const uint32_t* deltas, int count, uint32_t* out) {
-  for (int i = 0; i < count; i++) decode_bf16(words[i], deltas[i], out[4 * i], out[4 * i + 1], out[4 * i + 2],
-  out[4 * i + 3]);
+  for (int i = 0; i < count; i++, out += 4) decode_bf16(words[i], deltas[i], out[0], out[1], out[2], out[3]);
 }
 """
 

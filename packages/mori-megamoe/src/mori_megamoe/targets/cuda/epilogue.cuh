@@ -42,7 +42,7 @@ DEVICE void halve(float (&largest)[TILE_ROWS / 4], bool high, int lanes) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const float keep = high ? largest[i + N] : largest[i], send = high ? largest[i] : largest[i + N];
-    largest[i] = fmaxf(keep, __shfl_xor_sync(~0u, send, lanes));
+    largest[i] = max_nan(keep, __shfl_xor_sync(~0u, send, lanes));
   }
 }
 
@@ -57,7 +57,7 @@ DEVICE void finish_item(float (&sum)[2][TILE_ROWS / 2], const float (&gate)[2], 
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int f = 0; f < 2; ++f) sum[f][4 * j + h] = swiglu(sum[f][4 * j + h] * gate[f], sum[f][4 * j + 2 + h] * up[f], p.limit);
-      largest[2 * j + h] = fmaxf(fabsf(sum[0][4 * j + h]), fabsf(sum[1][4 * j + h]));
+      largest[2 * j + h] = max_nan(fabsf(sum[0][4 * j + h]), fabsf(sum[1][4 * j + h]));
     }
   halve<TILE_ROWS / 8>(largest, g & 1, 4);
   halve<TILE_ROWS / 16>(largest, g >> 1 & 1, 8);
@@ -75,8 +75,8 @@ DEVICE void finish_item(float (&sum)[2][TILE_ROWS / 2], const float (&gate)[2], 
     uint32_t e8[2];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      e8[q] = output_scale(fmaxf(load_shared(maxima + (2 * q * TILE_ROWS + thread) * 4), load_shared(maxima + ((2 * q + 1) * TILE_ROWS + thread) * 4)));
-      store_shared(factors + (q * TILE_ROWS + thread) * 4, power_of_two(254 - e8[q]));
+      e8[q] = output_scale(max_nan(load_shared(maxima + (2 * q * TILE_ROWS + thread) * 4), load_shared(maxima + ((2 * q + 1) * TILE_ROWS + thread) * 4)));
+      store_shared(factors + (q * TILE_ROWS + thread) * 4, output_factor(e8[q]));
     }
     if (p.scales) *(uint16_t*)(p.scales + (int64_t)row * columns + column) = (uint16_t)(e8[0] | e8[1] << 8);
     if (p.shuffled_scales) {

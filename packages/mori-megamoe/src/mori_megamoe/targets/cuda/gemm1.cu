@@ -6,7 +6,7 @@
 //
 // Roles of the 384 threads:
 //   warp 0               loader: operand rows (each CTA half of them, multicast) and weights, through STAGES stages
-//   warp 1, last CTA     WAIT == QUEUE: publishes tiles as they become ready
+//   warp 1 of one CTA    WAIT == QUEUE: publishes tiles as they become ready (the first CTA that does not send, if there is one)
 //   warpgroups 1 and 2   consumers: decode, multiply, finish
 // No wait traps: with a trap in it ptxas ignores setmaxnreg, and the sums are spilled. A wait that is late goes on.
 //
@@ -42,7 +42,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     GIVE_REGISTERS(LOADER_REGISTERS);
     if (thread < 32) load_items(shared, cta, maps, p);
 #if WAIT == QUEUE
-    else if (thread < 64 && blockIdx.x == gridDim.x - 1) publish_ready_tiles(thread & 31, p);
+    else if (thread < 64 && (int)blockIdx.x == min(send.blocks, (int)gridDim.x - 1)) publish_ready_tiles(thread & 31, p);
 #endif
   } else {
     TAKE_REGISTERS(CONSUMER_REGISTERS);

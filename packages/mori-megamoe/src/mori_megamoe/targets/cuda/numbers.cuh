@@ -50,3 +50,9 @@ DEVICE float max_nan(float a, float b) {                                      //
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
+DEVICE float min_nan(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+DEVICE float not_a_number() { return __uint_as_float(0x7fc00000u); }

@@ -12,9 +12,10 @@
 //   stream's order), and a sender has heard them before it stores a row of e there: the counts say that the landing is free. The
 //   matrix exists twice, by parity: a rank tells e + 2 only after it has heard e + 1 of all, which they tell behind their plan of e.
 // Why nobody waits for ever. A plan waits for the plans of the peers, which come first in their calls and wait for nothing else.
-//   Senders wait for nobody (send.cuh). A GEMM waits for senders only, and the blocks that send are the lowest of a grid
-//   that is resident as a whole (one block an SM at most; `most_blocks` in limits.py): no chain of waits comes back to itself. It
-//   asks that every rank makes every call, with 0 tokens too, and that no other kernel holds its SMs for ever. All waits have a deadline.
+//   Senders wait for nobody (send.cuh). A GEMM waits for senders, and in the order of readiness for the warp that publishes,
+//   which waits for senders only; these are in the lowest blocks of the grid, which start first, and the grid has one block an SM
+//   at most (`most_blocks` in limits.py). So no chain of waits comes back to itself. It asks that every rank makes every call, with
+//   0 tokens too, and that no other kernel holds all SMs for ever. All waits have a deadline.
 // A rank that would receive more rows than its landing has: all ranks see that in the matrix, write the fault record and plan
 //   nothing, so that the call ends at once everywhere.
 #pragma once

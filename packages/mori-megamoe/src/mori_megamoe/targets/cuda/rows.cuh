@@ -56,7 +56,7 @@ DEVICE Eight quantise_eight(const char* row, const uint8_t* scales, int at, bool
   uint4 v = make_uint4(0, 0, 0, 0);
   if (exists) v = ((const uint4*)row)[at];
   e.scale = input_scale(largest_of_block(largest_of_pairs(v)));
-  const float factor = e.scale == 255 ? __uint_as_float(0x7fc00000u) : power_of_two(254 - e.scale);
+  const float factor = e.scale == 255 ? not_a_number() : power_of_two(254 - e.scale);
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i)
