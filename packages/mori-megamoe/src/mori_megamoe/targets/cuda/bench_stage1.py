@@ -16,6 +16,7 @@ prepare + max(dispatch, gemm1) of the baseline; `of bound` is how far from that 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -57,7 +58,7 @@ def timed(stage: Stage1, inputs: Sequence[torch.Tensor]) -> Phases:
     stage(*inputs, mark=mark)
     torch.cuda.synchronize()
     stage.raise_faults()
-    pairs = zip(events, events[1:], strict=False)
+    pairs = itertools.pairwise(events)
     return {name: float(before.elapsed_time(event)) * 1e3 for (_, before), (name, event) in pairs}
 
 
@@ -139,7 +140,8 @@ def check_bytes(stages: dict[str, Stage1]) -> None:
 def slowest(by_rank: Sequence[list[Phases]], names: Sequence[str]) -> float:
     """Per repetition the sum of these phases on the slowest rank; the median."""
     repetitions = zip(*by_rank, strict=True)
-    return statistics.median(max(sum(r[name] for name in names) for r in ranks) for ranks in repetitions)
+    slow = [max(sum(r[name] for name in names) for r in ranks) for ranks in repetitions]
+    return float(statistics.median(slow))
 
 
 def report(
