@@ -14,7 +14,7 @@ from mori_megamoe import plan as host_plan
 from mori_megamoe.problem import Problem as LayerProblem
 from mori_megamoe.targets.cuda import params
 from mori_megamoe.targets.cuda.faults import error_of
-from mori_megamoe.targets.cuda.layout import Shape
+from mori_megamoe.targets.cuda.layout import Shape, offsets_of
 from mori_shmem.errors import PeerTimeout, UnsupportedShape
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -101,10 +101,24 @@ def test_the_plan_of_three_ranks_in_calls_that_follow_one_another() -> None:
     """Different tokens on each rank, one without any; -1 ids; a second call with other counts, then none at
     all."""
     ranks = Ranks(shape_of(3, 12))
+    before = torch.empty(0)
     for number, tokens in enumerate([(40, 0, 7), (1, 64, 33), (0, 0, 0)], 1):
         calls = [random_call(ranks.shape, n, 10 * number + r) for r, n in enumerate(tokens)]
         planned(ranks, calls)
         check_plan(ranks, calls, number)
+        told = counts_told(ranks)
+        if number > 1:  # a rank may still read those of the call before while others tell the next
+            assert torch.equal(told[(number - 1) % 2], before)
+        before = told[number % 2]
+
+
+def counts_told(ranks: Ranks) -> torch.Tensor:
+    """[2][source][experts of all], as the last rank has them."""
+    shape = ranks.shape
+    offsets, _ = offsets_of(shape)
+    count = 2 * shape.world_size * shape.num_experts
+    part = ranks.parts[-1][offsets["counts"] : offsets["counts"] + 4 * count]
+    return part.view(torch.int32).view(2, shape.world_size, shape.num_experts).clone()
 
 
 def test_all_tokens_to_one_expert() -> None:
