@@ -21,13 +21,20 @@ POISON = 0x7F
 
 
 def make_weights(
-    experts: int, inter_dim: int, model_dim: int, *, tails: bool = False, seed: int = 0
+    experts: int,
+    inter_dim: int,
+    model_dim: int,
+    *,
+    tails: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(w1 and w1_scale as a caller stores them, the weights in float64 [experts, 2 I, D])."""
-    generator = torch.Generator().manual_seed(seed)
-    w = torch.randn(experts, 2 * inter_dim, model_dim, generator=generator) * model_dim**-0.25
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (experts, 2 * inter_dim, model_dim)
+    w = torch.randn(shape, generator=generator, device=device) * model_dim**-0.25
     if tails:  # like Student's t with 4 degrees of freedom
-        w /= torch.randn(4, *w.shape, generator=generator).square().mean(0).sqrt() + 0.1
+        w /= torch.randn(4, *shape, generator=generator, device=device).square().mean(0).sqrt() + 0.1
     codes, scales = mx.quantize_weight(w)
     stored = mx.W1Bytes(2 * inter_dim, model_dim // 2).shuffle(codes)
     stored_scales = mx.W1Scales(2 * inter_dim, model_dim // 32).shuffle(scales)
@@ -206,31 +213,26 @@ def run(
 
 
 def exact_sums(problem: Problem, inputs: tuple[torch.Tensor, torch.Tensor], w: torch.Tensor) -> torch.Tensor:
-    """float64 [rows, 2 I] of the quantised rows and the weights of their tiles' experts."""
-    codes, scales = inputs
+    """float64 [rows, 2 I] of the quantised rows and the weights of their tiles' experts. On the weights'
+    device."""
+    codes, scales = (part.to(w.device) for part in inputs)
     x = mx.decode_e4m3(codes, torch.float64).unflatten(-1, (-1, 32))
     x = (x * mx.decode_e8m0(scales, torch.float64)[..., None]).flatten(-2)
-    out = torch.zeros(problem.rows, w.shape[1], dtype=torch.float64)
+    out = torch.zeros(problem.rows, w.shape[1], dtype=torch.float64, device=w.device)
     for tile in problem.tiles:
         here = slice(tile.row_base, tile.row_base + problem.tile_rows)
         out[here] = x[here] @ w[tile.expert].T
-    return out
+    return out.cpu()
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def weights_of(problem: Problem, body: str | None = None) -> tuple[PreparedWeights, torch.Tensor]:
-    """Prepared, and in float64."""
+def weights_of(problem: Problem, device: str) -> tuple[PreparedWeights, torch.Tensor]:
+    """Prepared, and in float64, made on the device."""
     stored, scales, exact = make_weights(
-        len(problem.counts), problem.inter_dim, problem.model_dim, tails=problem.tails
+        len(problem.counts), problem.inter_dim, problem.model_dim, tails=problem.tails, device=device
     )
-    prepared = prepare_weights(
-        stored,
-        scales,
-        model_dim=problem.model_dim,
-        inter_dim=problem.inter_dim,
-        body=body or problem.body,
-    )
-    return prepared, exact
+    sizes = {"model_dim": problem.model_dim, "inter_dim": problem.inter_dim}
+    return prepare_weights(stored, scales, **sizes, body=problem.body), exact

@@ -71,7 +71,7 @@ def test_a_gemms_main_loop_is_the_tuned_one(name: str, nvrtc: Compiler, cache: C
     # A warpgroup instruction for each batch of products. ptxas that serialises them has one for each.
     assert sum("WARPGROUP" in text for text in loop) <= (2 if "-R-" in name else 5)
     assert [text for text in loop if re.search(r"MEMBAR|\bLDG\b|\bATOM|\bRED\b", text)] == []
-    assert len(loop) <= (185 if "-R-" in name else 270)  # the study's kernel: 173 and 257
+    assert len(loop) <= (185 if "-R-" in name else 270)  # the prototype that was tuned: 173 and 257
 
 
 @pytest.mark.parametrize("name", [name for name, _ in VARIANTS if name not in GEMMS])

@@ -24,8 +24,8 @@ only_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.
 bodies = pytest.mark.parametrize("body", ["R", "A"])
 
 # Against float64 of the exact products. CPU: sums are exact there, so R has only what rebasing rows loses and
-# A only the rounding of fp32. GPU (study on H200): R 5.3e-5 on normal data and 1.8e-4 on outliers and heavy
-# tails, A 4.4e-8 and 2.1e-7.
+# A only the rounding of fp32. GPU (the prototype on an H200): R 5.3e-5 on normal data and 1.8e-4 on outliers
+# and heavy tails, A 4.4e-8 and 2.1e-7.
 MOST_ERROR = {
     ("cpu", "R", False): 2e-5,
     ("cpu", "A", False): 1e-7,
@@ -37,7 +37,7 @@ MOST_ERROR = {
 
 
 def check(problem: Problem, device: str, grid: int = 2) -> None:
-    weights, exact = weights_of(problem)
+    weights, exact = weights_of(problem, device)
     inputs = problem.inputs()
     got = run(problem, weights, inputs, device, grid=grid)
     real = problem.real
@@ -85,7 +85,7 @@ def test_tiles_of_64_rows(device: str) -> None:
 def test_rows_come_from_where_the_plan_says(device: str, body: str) -> None:
     """Inputs of the two tiles swapped: outputs are, and nothing else changes."""
     problem = Problem([128, 128], body=body)
-    weights, _ = weights_of(problem)
+    weights, _ = weights_of(problem, device)
     inputs = problem.inputs()
     swapped = tuple(torch.cat([part[128:], part[:128]]) for part in inputs)
     plain = run(problem, weights, inputs, device)
@@ -100,7 +100,7 @@ def test_rows_come_from_where_the_plan_says(device: str, body: str) -> None:
 def test_a_rows_bits_do_not_depend_on_its_place(device: str, body: str) -> None:
     """Rolled by 37 rows, and with other rows beside it: the same bits."""
     problem = Problem([128], body=body)
-    weights, _ = weights_of(problem)
+    weights, _ = weights_of(problem, device)
     inputs = problem.inputs()
     plain = run(problem, weights, inputs, device)
     rolled = run(problem, weights, (inputs[0].roll(37, 0), inputs[1].roll(37, 0)), device)
@@ -121,7 +121,7 @@ def test_sums_of_a_whole_layer(device: str, body: str, tails: bool, shape: tuple
 @bodies
 def test_repeats_give_the_same_bits(device: str, body: str) -> None:
     problem = Problem([300, 20], 1024, 512, body=body)
-    weights, _ = weights_of(problem)
+    weights, _ = weights_of(problem, device)
     inputs = problem.inputs()
     first = run(problem, weights, inputs, device)
     for _ in range(5):

@@ -36,8 +36,8 @@ from mori_megamoe.targets.cuda.weights import prepare_weights
 
 SHAPES = {"v4_pro": (7168, 3072, 48), "flash": (4096, 2048, 32)}
 TOPK, TILE_ROWS, LIMIT, DISTINCT = 6, 128, 10.0, 2
-# Loop medians of the kernel that this one grew out of, on an H200: to be reached.
-STUDY_US = {
+# Loop medians of the prototype that this kernel grew out of, on an H200: to be reached.
+PROTOTYPE_US = {
     ("v4_pro", "A"): {2048: 1910, 4096: 3451, 8192: 6438},
     ("v4_pro", "R"): {2048: 1457, 4096: 2597, 8192: 4838},
     ("flash", "A"): {2048: 624, 4096: 1227, 8192: 2428},
@@ -233,13 +233,13 @@ def bench(shape: str, tokens: int, weights: Weights, rounds: int, *, triton: boo
     real, padded = sum(rows.counts), len(rows.codes)
     flops = 4 * real * model_dim * inter_dim
     print(f"\n{shape}, {tokens} tokens: {real} rows of {experts} experts, {padded} with padding")
-    print(f"{'':22}{'loop us':>9}{'min':>8}{'max':>8}{'TFLOP/s':>9}{'single us':>11}{'study us':>10}  error")
+    print(f"{'':22}{'loop us':>9}{'min':>8}{'max':>8}{'TFLOP/s':>9}{'single us':>11}{'prototype':>11}  error")
     results: list[dict[str, object]] = []
     for name, (times, once) in measure(cases, rounds).items():
-        us, study = statistics.median(times), STUDY_US.get((shape, name), {}).get(tokens)
+        us, prototype = statistics.median(times), PROTOTYPE_US.get((shape, name), {}).get(tokens)
         line = f"{name:22}{us:9.0f}{min(times):8.0f}{max(times):8.0f}{flops / us / 1e6:9.0f}{once:11.0f}"
         error = f"  {errors[name]:.1e}" if name in errors else ""
-        print(f"{line}{study or '':>10}{error}")
+        print(f"{line}{prototype or '':>11}{error}")
         found: dict[str, object] = {
             "op": "megamoe-gemm1",
             "backend": "cuda",

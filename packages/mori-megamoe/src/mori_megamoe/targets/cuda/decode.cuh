@@ -23,7 +23,8 @@ DEVICE void decode_fp8(uint32_t word, uint32_t table_low, uint32_t table_high, u
   second = __byte_perm(table_low, table_high, magnitudes >> 16) | (word & 0x80808080u);
 }
 // One K step of 32 of an m64 fragment: rows g and g + 8, whose deltas of the four steps of a K block are bytes of `deltas`.
-DEVICE void decode_step_fp8(uint32_t (&a)[8], int half, uint32_t word_low, uint32_t word_high, const uint32_t (&deltas)[2], int step, uint32_t sixteen) {
+DEVICE void decode_step_fp8(uint32_t (&a)[8], int half, uint32_t word_low, uint32_t word_high, const uint32_t (&deltas)[2], int step,
+                            uint32_t sixteen) {
   const uint32_t d0 = __byte_perm(deltas[0], 0, 0x4440 + step), d1 = __byte_perm(deltas[1], 0, 0x4440 + step);
   uint32_t* to = a + 4 * half;
   decode_fp8(word_low, 0x14100800u + d0 * 0x08080800u, 0x24201C18u + d0 * 0x08080808u, to[0], to[2], sixteen);

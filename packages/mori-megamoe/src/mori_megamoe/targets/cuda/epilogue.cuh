@@ -23,7 +23,8 @@ DEVICE void scale_rows(float (&sum)[2][TILE_ROWS / 2], int first_row, int c, con
   }
 }
 
-DEVICE void store_sums(const float (&sum)[2][TILE_ROWS / 2], const float (&gate)[2], const float (&up)[2], const Target& to, const Thread& t, const Gemm1Params& p) {
+DEVICE void store_sums(const float (&sum)[2][TILE_ROWS / 2], const float (&gate)[2], const float (&up)[2], const Target& to, const Thread& t,
+                       const Gemm1Params& p) {
   const int g = t.lane >> 2, c = t.lane & 3, column = to.block * 128 + t.wg * 64 + t.warp * 16 + 2 * g;
 #pragma unroll
   for (int f = 0; f < 2; ++f)
@@ -46,8 +47,8 @@ DEVICE void halve(float (&largest)[TILE_ROWS / 4], bool high, int lanes) {
   }
 }
 
-DEVICE void finish_item(float (&sum)[2][TILE_ROWS / 2], const float (&gate)[2], const float (&up)[2], const Target& to, const Thread& t, uint32_t shared,
-                        const Gemm1Maps& maps, const Gemm1Params& p) {
+DEVICE void finish_item(float (&sum)[2][TILE_ROWS / 2], const float (&gate)[2], const float (&up)[2], const Target& to, const Thread& t,
+                        uint32_t shared, const Gemm1Maps& maps, const Gemm1Params& p) {
   const int g = t.lane >> 2, c = t.lane & 3, thread = t.warp * 32 + t.lane;
   const uint32_t out = shared + OUT_AT(t.wg), maxima = shared + MAXIMA_AT(t.wg), factors = shared + FACTORS_AT(t.wg);
   float largest[TILE_ROWS / 4];
@@ -75,7 +76,8 @@ DEVICE void finish_item(float (&sum)[2][TILE_ROWS / 2], const float (&gate)[2], 
     uint32_t e8[2];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      e8[q] = output_scale(max_nan(load_shared(maxima + (2 * q * TILE_ROWS + thread) * 4), load_shared(maxima + ((2 * q + 1) * TILE_ROWS + thread) * 4)));
+      const uint32_t pair = maxima + (2 * q * TILE_ROWS + thread) * 4;  // of two warps
+      e8[q] = output_scale(max_nan(load_shared(pair), load_shared(pair + TILE_ROWS * 4)));
       store_shared(factors + (q * TILE_ROWS + thread) * 4, output_factor(e8[q]));
     }
     if (p.scales) *(uint16_t*)(p.scales + (int64_t)row * columns + column) = (uint16_t)(e8[0] | e8[1] << 8);

@@ -12,6 +12,8 @@
 //
 // In files: tile.cuh (what is fixed, shared memory)   schedule.cuh (which item, arrivals)   loader.cuh   decode.cuh, mainloop.cuh,
 //           swiglu.cuh, epilogue.cuh, consumer.cuh (what a consumer does)   params.cuh (from the host)   weights.py (the weights' order)
+// Where it stands: main loops and epilogue are those of a prototype tuned on an H200; in this form it compiles (without spills) and
+// has run on the CPU's emulation (tests/test_cuda_*.py), not yet on a GPU.
 // With WAIT, this is the fused Stage1: the first `send.blocks` CTAs send this rank's rows (send.cuh), then join.
 #include "consumer.cuh"
 #include "loader.cuh"
