@@ -1,4 +1,5 @@
-"""One call of the layer on its way through the phases: what the caller gave, and what `prepare` made of it."""
+"""One call of the layer on its way through the phases: what the caller gave, and what `prepare` made of
+it."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Call(NamedTuple):
 
 @dataclass
 class Launch:
-    """What every phase after `prepare` goes by. Made anew in each launch; on the host target of plain integers and
-    CPU tensors. A target that plans on its device has tensors there under the same names."""
+    """What every phase after `prepare` goes by. Made anew in each launch; on the host target of plain
+    integers and CPU tensors. A target that plans on its device has tensors there under the same names."""
 
     call: Call
     epoch: int

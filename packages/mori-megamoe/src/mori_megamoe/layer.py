@@ -4,11 +4,13 @@
                   w1=..., w1_scale=..., w2=..., w2_scale=..., max_tok_per_rank=T, swiglu_limit=10.0)
     out = moe(x, weights, ids)       # [n, D] bf16
 
-Collective: all ranks make the layer, and all make the same calls in the same order; each may bring its own number
-of tokens up to T, also none. `out` is a view of the layer's own memory, which its next call overwrites.
+Collective: all ranks make the layer, and all make the same calls in the same order; each may bring its own
+number of tokens up to T, also none. `out` is a view of the layer's own memory, which its next call
+overwrites.
 
-A call is checked before it waits for anyone. One that fails while ranks are under way leaves the layer unusable.
-The phases of a launch, and how Stage1 is replaced: stage1/__init__.py. The protocol: targets/host/runner.py.
+A call is checked before it waits for anyone. One that fails while ranks are under way leaves the layer
+unusable. The phases of a launch, and how Stage1 is replaced: stage1/__init__.py. The protocol:
+targets/host/runner.py.
 """
 
 from __future__ import annotations
@@ -73,12 +75,13 @@ class MegaMoE:
 
         w1, w1_scale, w2, w2_scale  of this rank's experts, as `shuffle_weights` makes them
         max_tok_per_rank            a power of two
-        fanout_masks                pairs of the first launch, a mask of two experts for each rank; later ones follow
-                                    from the launch before
-        partials                    how weighted rows travel back: "bf16", "fp8_blockwise_1x32", or "auto", which is
-                                    bf16 up to max_tok_per_rank=1024
-        comm                        whose windows are used; without it the layer makes a communicator among the ranks
-                                    that torchrun, or torch's default process group, knows, and closes it with itself
+        fanout_masks                pairs of the first launch, a mask of two experts for each rank; later ones
+                                    follow from the launch before
+        partials                    how weighted rows travel back: "bf16", "fp8_blockwise_1x32", or "auto",
+                                    which is bf16 up to max_tok_per_rank=1024
+        comm                        whose windows are used; without it the layer makes a communicator among
+                                    the ranks that torchrun, or torch's default process group, knows, and
+                                    closes it with itself
         """
         checks.check_words(quant, mega_scheme)
         problem = Problem(
@@ -139,12 +142,14 @@ class MegaMoE:
         slice_output: bool = True,
         mask_invalid_slots: bool | None = None,
     ) -> torch.Tensor:
-        """The layer. Collective. [n, D] bf16, or with slice_output=False [max_tok_per_rank, D], stale from n on.
+        """The layer. Collective. [n, D] bf16, or with slice_output=False [max_tok_per_rank, D], stale from n
+        on.
 
         x_bf16    # [n, D] bf16
         wts       # [n, k] fp32: the router's weights
         topk_ids  # [n, k] int32: global ids, different ones in a token
-        mask_invalid_slots  ids outside 0..E-1 are slots that go nowhere and add nothing; False: there are none
+        mask_invalid_slots  ids outside 0..E-1 are slots that go nowhere and add nothing; False: there are
+                            none
         """
         call = self._call(x_bf16, None, wts, topk_ids, stream, mask_invalid_slots)
         return self._run(call, slice_output)
@@ -204,7 +209,8 @@ class MegaMoE:
         self._check_weights_are_here()
 
     def replace_stage1(self, stage: Stage1) -> Stage1:
-        """Collective: from the next call on, Stage1 is done by `stage`. Returns the one before, still open."""
+        """Collective: from the next call on, Stage1 is done by `stage`. Returns the one before, still
+        open."""
         self._check_usable()
         names = self.comm.all_gather(stage.name)
         if len(set(names)) > 1:
@@ -292,8 +298,9 @@ class MegaMoE:
             raise ClosedError("this MegaMoE is closed")
         if self._broken is not None:
             raise MoriError(
-                f"this MegaMoE cannot be used any more since a call failed with {type(self._broken).__name__}: "
-                f"{self._broken}. Close it; make a new communicator and a new layer"
+                f"this MegaMoE cannot be used any more since a call failed with "
+                f"{type(self._broken).__name__}: {self._broken}. Close it; make a new communicator and a new "
+                "layer"
             )
 
     def _check_weights_are_here(self) -> None:
