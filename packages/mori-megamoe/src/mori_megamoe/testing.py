@@ -56,7 +56,7 @@ class Toy:
         w2 = torch.randn(local, d, i, generator=g) * i**-0.25
         return shuffle_weights(quantize_weights(w1, w2))
 
-    def layer(self, comm: mori_shmem.Communicator, **changes: Any) -> MegaMoE:
+    def layer(self, comm: mori_shmem.Communicator, /, **changes: Any) -> MegaMoE:
         """Collective."""
         given = {
             "rank": comm.rank,
