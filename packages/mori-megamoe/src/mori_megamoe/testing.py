@@ -113,3 +113,20 @@ def wrong_rows(got: torch.Tensor, want: torch.Tensor) -> list[int]:
     if got.shape != want.shape or got.dtype != want.dtype:
         raise ValueError(f"{got.dtype} {tuple(got.shape)} against {want.dtype} {tuple(want.shape)}")
     return (as_bytes(got) != as_bytes(want)).any(1).nonzero()[:, 0].tolist() if len(got) else []
+
+
+def smoke(world_size: int = 2) -> None:
+    """Two calls on ranks of this machine, compared with the reference; raises where a byte differs."""
+    toy = Toy(world_size)
+    calls = [toy.inputs([9 + rank for rank in range(world_size)], seed, invalid=0.1) for seed in range(2)]
+    want = [toy.reference(inputs) for inputs in calls]
+
+    def rank() -> None:
+        with mori_shmem.init() as comm, toy.layer(comm) as moe:
+            for number, (inputs, results) in enumerate(zip(calls, want, strict=True)):
+                wrong = wrong_rows(moe(*inputs[comm.rank]), results[comm.rank].out)
+                if wrong:
+                    raise AssertionError(f"call {number} on rank {comm.rank}: rows {wrong} differ")
+
+    mori_shmem.run_ranks(rank, world_size)
+    print(f"{world_size} ranks, {len(calls)} calls: every byte is the reference's")
