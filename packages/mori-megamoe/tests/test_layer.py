@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mori_shmem
 import pytest
 import torch
-from mori_megamoe import MegaMoE, mx
+from mori_bench import Trace
+from mori_megamoe import MegaMoE, mx, plan
 from mori_megamoe.reference import RankInput, Result
 from mori_megamoe.testing import Toy, same_bytes, wrong_rows
 
@@ -179,21 +182,69 @@ def expected_slots(
     return wanted
 
 
-def test_stage1_alone_again_and_again_and_its_rows() -> None:
-    """Launches that end after Stage1, so that nobody waits in combine; then whole ones."""
+def nap_in(moe: MegaMoE, rng: random.Random) -> None:
+    """This rank is late, now and then, wherever another could overtake it."""
+
+    def late(run: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **named: Any) -> Any:
+            result = run(*args, **named)
+            time.sleep(rng.choice([0, 0, 0.03]))
+            return result
+
+        return wrapped
+
+    runner = moe._runner
+    runner._came["counted"].wait = late(runner._came["counted"].wait)  # its counts are here, not read yet
+    plan.destinations = late(plan.destinations)  # planned, its landing rows not ready
+    moe.stage1.move_rows = late(moe.stage1.move_rows)  # everybody's rows may be here, none computed
+
+
+@pytest.mark.parametrize("naps", [False, True])
+def test_stage1_alone_again_and_again_and_its_rows(naps: bool) -> None:
+    """Launches that end after Stage1, so that nobody waits in combine; then a whole one. A rank without
+    tokens and one without rows for its experts may run ahead."""
     toy = Toy(3)
-    calls = [toy.inputs((40, 3, 17), seed, invalid=0.1, hot=(1, 2)) for seed in range(2)]
+    calls = [toy.inputs((40, 3, 17), 0, invalid=0.1, hot=(1, 2)), toy.inputs((20, 0, 9), 1)]
+    calls[1][0].ids[calls[1][0].ids >= 6] = -1  # nobody goes to rank 2
+    calls[1][2].ids[calls[1][2].ids >= 6] = -1
     want = [toy.reference(inputs) for inputs in calls]
 
     def rank() -> None:
         with mori_shmem.init() as comm, toy.layer(comm) as moe:
-            for number in range(8):
+            if naps:
+                nap_in(moe, random.Random(comm.rank))
+            for number in range(12 if naps else 6):
                 inputs, results = calls[number % 2], want[number % 2]
                 got = rows_by_slot(moe, moe.stage1_only(*inputs[comm.rank]))
                 assert got == expected_slots(toy, comm.rank, inputs, results), number
             assert same_bytes(moe(*calls[0][comm.rank]), want[0][comm.rank].out)
 
     mori_shmem.run_ranks(rank, 3, timeout_s=120)
+
+
+def test_counts_of_the_next_launch_do_not_disturb_one_that_is_late() -> None:
+    """Rank 0 needs nothing of rank 1 but its counts, and is a launch ahead before rank 1 reads those of "
+    "this one."""
+    toy = Toy(2)
+    calls = [toy.inputs((n, 0), seed) for seed, n in enumerate((5, 9, 14, 20))]
+    for call in calls:
+        call[0].ids[call[0].ids >= 3] = -1
+
+    def rank() -> list[int]:
+        with mori_shmem.init() as comm, toy.layer(comm) as moe:
+            wait = moe._runner._came["counted"].wait
+
+            def late(*args: Any, **named: Any) -> Any:
+                seen = wait(*args, **named)
+                time.sleep(0.1 * comm.rank)
+                return seen
+
+            moe._runner._came["counted"].wait = late
+            return [sum(moe.stage1_only(*call[comm.rank]).launch.counts[0]) for call in calls]
+
+    first, second = mori_shmem.run_ranks(rank, 2)
+    assert first == second
+    assert len(set(first)) == len(calls)
 
 
 def test_rows_that_come_quantised_and_the_whole_buffer() -> None:
@@ -245,3 +296,23 @@ def test_two_layers_on_one_communicator_and_one_that_brings_its_own() -> None:
             assert not comm.closed
 
     mori_shmem.run_ranks(rank, 2)
+
+
+def test_a_trace_shows_the_phases_and_the_experts() -> None:
+    toy = Toy(2)
+    inputs = toy.inputs((20, 9))
+
+    def rank() -> list[tuple[str, str]]:
+        with mori_shmem.init() as comm, toy.layer(comm) as moe:
+            moe(*inputs[comm.rank])
+            moe.trace = Trace(comm.rank)
+            moe(*inputs[comm.rank])
+            return [(span.lane, span.name) for span in moe.trace.spans]
+
+    for number, spans in enumerate(mori_shmem.run_ranks(rank, 2)):
+        phases = [name for lane, name in spans if lane == "phases"]
+        assert phases == ["prepare", "stage1 direct", "stage2", "combine"]
+        assert {name for lane, name in spans if lane == "tiles"} == {
+            f"expert {expert}" for expert in range(3 * number, 3 * number + 3)
+        }
+        assert [name for lane, name in spans if lane == "stage1"] == ["move rows", "gemm1"]

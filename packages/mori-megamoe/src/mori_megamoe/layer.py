@@ -18,10 +18,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mori_shmem
 import torch
@@ -35,6 +35,9 @@ from mori_megamoe.settings import COMBINE_MASK, TABLE
 from mori_megamoe.stage1 import Stage1
 from mori_megamoe.targets import Runner, target_for
 from mori_megamoe.weights import StoredWeights, stored_weights
+
+if TYPE_CHECKING:
+    from mori_bench import Trace
 
 _numbers = itertools.count(1)
 
@@ -98,6 +101,7 @@ class MegaMoE:
         self._window: mori_shmem.Window | None = None
         self._stages: list[Stage1] = []
         self._owned: mori_shmem.Communicator | None = None
+        self.trace: Trace | None = None  # set one, and every call adds its phases and what its stage tells
         if comm is None:
             comm = self._owned = mori_shmem.init(name=f"mori-megamoe/{next(_numbers)}")
         self.comm = comm
@@ -182,19 +186,30 @@ class MegaMoE:
         """Prepare and Stage1 of a launch that ends there. Collective. For benches and tests."""
         call = self._call(x_bf16, None, wts, topk_ids, None, mask_invalid_slots)
         with self._turn():
-            launch = self._runner.prepare(call, quantize=not self.stage1.quantizes)
-            self.stage1.run(launch)
+            launch = self._stage1(call)
         rows = launch.plan.num_rows
         columns = mx.padded_columns(self.problem.inter_scales)
         return Stage1Result(launch, self._runner.hidden[:rows], self._runner.hidden_scales[: rows * columns])
 
     def _run(self, call: Call, slice_output: bool) -> torch.Tensor:
         with self._turn():
-            launch = self._runner.prepare(call, quantize=not self.stage1.quantizes)
-            self.stage1.run(launch)
-            self._runner.stage2(launch)
-            out = self._runner.combine(launch)
+            launch = self._stage1(call)
+            with self._phase("stage2"):
+                self._runner.stage2(launch)
+            with self._phase("combine"):
+                out = self._runner.combine(launch)
         return out[: call.num_tokens] if slice_output else out
+
+    def _stage1(self, call: Call) -> Launch:
+        with self._phase("prepare"):
+            launch = self._runner.prepare(call, quantize=not self.stage1.quantizes)
+        launch.trace = self.trace
+        with self._phase(f"stage1 {self.stage1.name}"):
+            self.stage1.run(launch)
+        return launch
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.trace is None else self.trace.span(name, "phases")
 
     # ---- weights and stages ----
 

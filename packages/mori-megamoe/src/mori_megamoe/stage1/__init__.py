@@ -25,6 +25,7 @@ What it finds after `prepare`. launch is a mori_megamoe.launch.Launch, runner a 
     launch.plans[d]         where rows land at rank d: landing_row(source, number), sections_of(number)
     launch.plan             this rank's: tiles, in the order of rows
     launch.scratch          a dict for the stage's own use
+    launch.span(name, lane) around what a picture of the launch should show
     runner.wait_ready(launch, d)
                             before anything is written at rank d: until then d may read what lies there
     runner.rows(d)          uint8 [capacity, D] at rank d; runner.row_scales(d): [capacity, D / 32] row-major
@@ -52,6 +53,9 @@ says which and for what value. All waits end at the communicator's deadline, wit
 
 Numbers do not depend on any of this. Rows inside a segment are in the order of (token, slot), so even
 `hidden` is the same from stage to stage, byte for byte, apart from padding rows.
+
+On another target, launch and runner are its own, with tables on the device under the same names: the layer
+only hands them on, and a stage belongs to one target (runner.comm.backend says which).
 
 A stage that raises in a launch leaves the layer unusable, for its rows may be on their way. What cannot be
 done is refused in `open`, on every rank.
@@ -88,8 +92,10 @@ class Stage1(ABC):
 
     def run(self, launch: Launch) -> None:
         """Both phases."""
-        self.move_rows(launch)
-        self.gemm1(launch)
+        with launch.span("move rows", "stage1"):
+            self.move_rows(launch)
+        with launch.span("gemm1", "stage1"):
+            self.gemm1(launch)
 
     def close(self) -> None:  # noqa: B027 - most have nothing of their own
         """Give back what `open` made. Local; twice is fine."""

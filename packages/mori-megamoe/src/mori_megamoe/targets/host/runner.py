@@ -90,6 +90,8 @@ class Runner:
 
     def prepare(self, call: Call, *, quantize: bool) -> Launch:
         self.epoch += 1
+        if self.values[POISON]:
+            self._partials[self._me].fill_(_POISON)  # peers write them once they have seen `counted`
         routes = routing.routes_of(call.ids, self.problem, self._pairs)
         self._tell_counts([*routes.counts, bucket_for(call.num_tokens).sort_block_m])
         x_q, x_scales = call.x_q, call.x_scales
@@ -123,7 +125,7 @@ class Runner:
         return rows
 
     def _poison(self) -> None:
-        """What others will write in this launch, and what this rank will: NaN."""
+        """What others will write once they have seen `ready`, and what this rank will: NaN."""
         for part in (self._rows, self._row_scales):
             part[self._me].fill_(_POISON)
         self._row_weights[self._me].fill_(torch.nan)
@@ -178,16 +180,14 @@ class Runner:
                 self.comm.wait(self.arrived_from(source), value, peer=source, what=what)
 
     def gemm1_tile(self, launch: Launch, tile: plan.Tile, scales: torch.Tensor | None = None) -> None:
-        here = slice(tile.input_row, tile.input_row + launch.plan.block_m)
-        if scales is None:
-            scales = self._row_scales[self._me][here]
-        w1 = self._matrix(launch, "w1", tile)
-        codes, out_scales = arithmetic.hidden_rows(
-            self._rows[self._me][here], scales, w1, self.problem.swiglu_limit
-        )
-        self.hidden[tile.row : tile.row + launch.plan.block_m] = codes
-        form, stored = self._tile_scales(launch, tile)
-        stored.copy_(form.shuffle(out_scales))
+        with launch.span(f"expert {tile.expert}", "tiles"):
+            here = slice(tile.input_row, tile.input_row + launch.plan.block_m)
+            given = self._row_scales[self._me][here] if scales is None else scales
+            w1, limit = self._matrix(launch, "w1", tile), self.problem.swiglu_limit
+            hidden = arithmetic.hidden_rows(self._rows[self._me][here], given, w1, limit)
+            self.hidden[tile.row : tile.row + launch.plan.block_m] = hidden[0]
+            form, stored = self._tile_scales(launch, tile)
+            stored.copy_(form.shuffle(hidden[1]))
 
     def _tile_scales(self, launch: Launch, tile: plan.Tile) -> tuple[mx.Layout, torch.Tensor]:
         """Where the scales of a tile's hidden rows are: tiles are whole pieces of 32 rows."""
