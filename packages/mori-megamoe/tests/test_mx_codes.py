@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -35,7 +36,7 @@ def test_e4m3_codes_come_back() -> None:
 
 def test_e4m3_rounds_to_nearest_even_around_every_middle_and_saturates() -> None:
     values = mx.decode_e4m3(torch.arange(127).to(torch.uint8)).tolist()
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(values, values[1:], strict=False)])
+    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(values)])
     around = torch.cat(
         [middles, torch.nextafter(middles, torch.tensor(0.0)), torch.nextafter(middles, torch.tensor(1e9))]
     )

@@ -20,7 +20,8 @@ def rows_of_16(w: torch.Tensor) -> torch.Tensor:
 
 
 def scales_of_32(s: torch.Tensor) -> torch.Tensor:
-    """[rows, columns]: 32 rows x 8 columns a piece; 4 columns, 16 rows, 2 columns (4 apart), 2 halves of rows."""
+    """[rows, columns]: 32 rows x 8 columns a piece; 4 columns, 16 rows, 2 columns (4 apart), 2 halves of "
+    "rows."""
     rows, columns = s.shape
     pieces = s.view(rows // 32, 2, 16, columns // 8, 2, 4)
     return pieces.permute(0, 3, 5, 2, 4, 1).reshape(-1)

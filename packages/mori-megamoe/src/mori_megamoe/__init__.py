@@ -1,13 +1,13 @@
-"""A mixture-of-experts layer whose experts live on many ranks: dispatch, GEMM1 with SwiGLU, GEMM2, combine, in MX
-fp8 by fp4.
+"""A mixture-of-experts layer whose experts live on many ranks: dispatch, GEMM1 with SwiGLU, GEMM2, combine,
+in MX fp8 by fp4.
 
     from mori_megamoe import MegaMoE
 
-    moe = MegaMoE(rank=..., world_size=..., model_dim=7168, inter_dim=3072, experts=384, topk=6, quant="a8w4", ...)
+    moe = MegaMoE(rank=..., world_size=..., model_dim=7168, inter_dim=3072, experts=384, topk=6, ...)
     out = moe(x, weights, expert_ids)      # every token's sum over its experts, on the token's own rank
 
-How rows reach their experts and when these begin (Stage1) can be replaced without changing a byte of the output;
-see mori_megamoe.stage1. Importing the package imports no torch and starts nothing.
+How rows reach their experts and when these begin (Stage1) can be replaced without changing a byte of the
+output; see mori_megamoe.stage1. Importing the package imports no torch and starts nothing.
 """
 
 from __future__ import annotations

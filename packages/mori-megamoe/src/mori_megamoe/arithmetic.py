@@ -1,15 +1,15 @@
 """The layer's arithmetic for one expert's rows, in an order that is part of the definition. torch, CPU.
 
-    matmul      each 32 wide dot product of codes is exact in float64 (28 bits); it is rounded to fp32 once, times
-                the two scales, and added to an fp32 accumulator, K ascending
+    matmul      each 32 wide dot product of codes is exact in float64 (28 bits); it is rounded to fp32 once,
+                times the two scales, and added to an fp32 accumulator, K ascending
     exp2        a polynomial of fp32 products and sums, no library call
     swiglu      limits, then g * (1 / (1 + 2^(-g log2 e))) * u, in fp32, with a true division
     partial     an expert's row times the router's weight, as it travels back
     combine     slots 0, 1, ... added in fp32, rounded to bf16 once
 
-Every output row depends on its own input row only: not on the rows around it, nor on how many threads there are.
-So rows may lie in any tile and come in any order. A GPU has its own order inside `matmul` and its own exp2, and
-therefore other bits, with the same property.
+Every output row depends on its own input row only: not on the rows around it, nor on how many threads there
+are. So rows may lie in any tile and come in any order. A GPU has its own order inside `matmul` and its own
+exp2, and therefore other bits, with the same property.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def check_words(quant: str, mega_scheme: str) -> None:
         raise UnsupportedShape(f"quant={quant!r}: a8w4 (MX fp8 rows, MX fp4 weights) is all there is")
     if mega_scheme not in SCHEMES:
         raise ArgumentError(
-            f"mega_scheme={mega_scheme!r}: one of {', '.join(SCHEMES)} (rows are laid out compactly with both)"
+            f"mega_scheme={mega_scheme!r}: one of {', '.join(SCHEMES)} (rows are laid out compactly with "
+            "both)"
         )
 
 
@@ -46,8 +47,8 @@ def check_place(comm: mori_shmem.Communicator, rank: int, world_size: int) -> No
     """The layer is for this rank of this communicator."""
     if (rank, world_size) != (comm.rank, comm.world_size):
         raise ArgumentError(
-            f"the layer is made with rank={rank} of world_size={world_size}, the communicator is rank {comm.rank} of "
-            f"{comm.world_size}"
+            f"the layer is made with rank={rank} of world_size={world_size}, the communicator is rank "
+            f"{comm.rank} of {comm.world_size}"
         )
 
 
@@ -74,8 +75,8 @@ def check_rows(name: str, x: torch.Tensor, dtype: torch.dtype, problem: Problem,
     n = x.shape[0]
     if n > problem.max_tokens:
         raise UnsupportedShape(
-            f"{name} has {n} tokens, this layer was made for max_tok_per_rank={problem.max_tokens}: make one with a "
-            f"larger value, or pass fewer tokens at a time"
+            f"{name} has {n} tokens, this layer was made for max_tok_per_rank={problem.max_tokens}: make one "
+            f"with a larger value, or pass fewer tokens at a time"
         )
     check_memory(name, x, device)
     return n

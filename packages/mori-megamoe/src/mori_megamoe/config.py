@@ -1,8 +1,9 @@
-"""How a launch is cut up, by the number of tokens that a rank brings. Data; the bytes of a result never depend on it.
+"""How a launch is cut up, by the number of tokens that a rank brings. Data; the bytes of a result never
+depend on it.
 
-The number of tokens falls into the nearest bucket, a tie into the larger one. `sort_block_m` is part of the plan: a
-rank's rows are padded to it, expert by expert, and ranks with different numbers of tokens have different ones. All
-else is geometry for the kernels of a target.
+The number of tokens falls into the nearest bucket, a tie into the larger one. `sort_block_m` is part of the
+plan: a rank's rows are padded to it, expert by expert, and ranks with different numbers of tokens have
+different ones. All else is geometry for the kernels of a target.
 """
 
 from __future__ import annotations

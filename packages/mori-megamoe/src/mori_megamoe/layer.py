@@ -4,11 +4,13 @@
                   w1=..., w1_scale=..., w2=..., w2_scale=..., max_tok_per_rank=T, swiglu_limit=10.0)
     out = moe(x, weights, ids)       # [n, D] bf16
 
-Collective: all ranks make the layer, and all make the same calls in the same order; each may bring its own number
-of tokens up to T, also none. `out` is a view of the layer's own memory, which its next call overwrites.
+Collective: all ranks make the layer, and all make the same calls in the same order; each may bring its own
+number of tokens up to T, also none. `out` is a view of the layer's own memory, which its next call
+overwrites.
 
-A call is checked before it waits for anyone. One that fails while ranks are under way leaves the layer unusable.
-The phases of a launch, and how Stage1 is replaced: stage1/__init__.py. The protocol: targets/host/runner.py.
+A call is checked before it waits for anyone. One that fails while ranks are under way leaves the layer
+unusable. The phases of a launch, and how Stage1 is replaced: stage1/__init__.py. The protocol:
+targets/host/runner.py.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mori_shmem
 import torch
@@ -33,6 +35,9 @@ from mori_megamoe.settings import COMBINE_MASK, TABLE
 from mori_megamoe.stage1 import Stage1
 from mori_megamoe.targets import Runner, target_for
 from mori_megamoe.weights import StoredWeights, stored_weights
+
+if TYPE_CHECKING:
+    from mori_bench import Trace
 
 _numbers = itertools.count(1)
 
@@ -73,12 +78,13 @@ class MegaMoE:
 
         w1, w1_scale, w2, w2_scale  of this rank's experts, as `shuffle_weights` makes them
         max_tok_per_rank            a power of two
-        fanout_masks                pairs of the first launch, a mask of two experts for each rank; later ones follow
-                                    from the launch before
-        partials                    how weighted rows travel back: "bf16", "fp8_blockwise_1x32", or "auto", which is
-                                    bf16 up to max_tok_per_rank=1024
-        comm                        whose windows are used; without it the layer makes a communicator among the ranks
-                                    that torchrun, or torch's default process group, knows, and closes it with itself
+        fanout_masks                pairs of the first launch, a mask of two experts for each rank; later ones
+                                    follow from the launch before
+        partials                    how weighted rows travel back: "bf16", "fp8_blockwise_1x32", or "auto",
+                                    which is bf16 up to max_tok_per_rank=1024
+        comm                        whose windows are used; without it the layer makes a communicator among
+                                    the ranks that torchrun, or torch's default process group, knows, and
+                                    closes it with itself
         """
         checks.check_words(quant, mega_scheme)
         problem = Problem(
@@ -95,6 +101,7 @@ class MegaMoE:
         self._window: mori_shmem.Window | None = None
         self._stages: list[Stage1] = []
         self._owned: mori_shmem.Communicator | None = None
+        self.trace: Trace | None = None  # set one, and every call adds its phases and what its stage tells
         if comm is None:
             comm = self._owned = mori_shmem.init(name=f"mori-megamoe/{next(_numbers)}")
         self.comm = comm
@@ -139,12 +146,14 @@ class MegaMoE:
         slice_output: bool = True,
         mask_invalid_slots: bool | None = None,
     ) -> torch.Tensor:
-        """The layer. Collective. [n, D] bf16, or with slice_output=False [max_tok_per_rank, D], stale from n on.
+        """The layer. Collective. [n, D] bf16, or with slice_output=False [max_tok_per_rank, D], stale from n
+        on.
 
         x_bf16    # [n, D] bf16
         wts       # [n, k] fp32: the router's weights
         topk_ids  # [n, k] int32: global ids, different ones in a token
-        mask_invalid_slots  ids outside 0..E-1 are slots that go nowhere and add nothing; False: there are none
+        mask_invalid_slots  ids outside 0..E-1 are slots that go nowhere and add nothing; False: there are
+                            none
         """
         call = self._call(x_bf16, None, wts, topk_ids, stream, mask_invalid_slots)
         return self._run(call, slice_output)
@@ -177,19 +186,30 @@ class MegaMoE:
         """Prepare and Stage1 of a launch that ends there. Collective. For benches and tests."""
         call = self._call(x_bf16, None, wts, topk_ids, None, mask_invalid_slots)
         with self._turn():
-            launch = self._runner.prepare(call, quantize=not self.stage1.quantizes)
-            self.stage1.run(launch)
+            launch = self._stage1(call)
         rows = launch.plan.num_rows
         columns = mx.padded_columns(self.problem.inter_scales)
         return Stage1Result(launch, self._runner.hidden[:rows], self._runner.hidden_scales[: rows * columns])
 
     def _run(self, call: Call, slice_output: bool) -> torch.Tensor:
         with self._turn():
-            launch = self._runner.prepare(call, quantize=not self.stage1.quantizes)
-            self.stage1.run(launch)
-            self._runner.stage2(launch)
-            out = self._runner.combine(launch)
+            launch = self._stage1(call)
+            with self._phase("stage2"):
+                self._runner.stage2(launch)
+            with self._phase("combine"):
+                out = self._runner.combine(launch)
         return out[: call.num_tokens] if slice_output else out
+
+    def _stage1(self, call: Call) -> Launch:
+        with self._phase("prepare"):
+            launch = self._runner.prepare(call, quantize=not self.stage1.quantizes)
+        launch.trace = self.trace
+        with self._phase(f"stage1 {self.stage1.name}"):
+            self.stage1.run(launch)
+        return launch
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.trace is None else self.trace.span(name, "phases")
 
     # ---- weights and stages ----
 
@@ -204,7 +224,8 @@ class MegaMoE:
         self._check_weights_are_here()
 
     def replace_stage1(self, stage: Stage1) -> Stage1:
-        """Collective: from the next call on, Stage1 is done by `stage`. Returns the one before, still open."""
+        """Collective: from the next call on, Stage1 is done by `stage`. Returns the one before, still
+        open."""
         self._check_usable()
         names = self.comm.all_gather(stage.name)
         if len(set(names)) > 1:
@@ -292,8 +313,9 @@ class MegaMoE:
             raise ClosedError("this MegaMoE is closed")
         if self._broken is not None:
             raise MoriError(
-                f"this MegaMoE cannot be used any more since a call failed with {type(self._broken).__name__}: "
-                f"{self._broken}. Close it; make a new communicator and a new layer"
+                f"this MegaMoE cannot be used any more since a call failed with "
+                f"{type(self._broken).__name__}: {self._broken}. Close it; make a new communicator and a new "
+                "layer"
             )
 
     def _check_weights_are_here(self) -> None:

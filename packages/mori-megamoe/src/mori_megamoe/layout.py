@@ -1,13 +1,14 @@
-"""Where each buffer and each flag lies in a rank's part of the window, in bytes. Pure integers; the same everywhere.
+"""Where each buffer and each flag lies in a rank's part of the window, in bytes. Pure; the same on all ranks.
 
 flags            64-bit words, one writer each, only growing
   counted        [source]  = epoch: its counts of this launch are here
   ready          [owner]   = epoch: the owner's landing rows may be written
   arrived        [source]  how far its rows have come (plan.value_after)
   returned       [expert rank] = epoch: its partials for my tokens are here
-counts           [2][source]  int32 [segments + 1]: rows that the source sends to each segment, and the size of
-                 its own tiles; by parity of the epoch
-rows             [capacity, model_dim] e4m3, landed inputs; row_scales [capacity, model_dim / 32] e8m0, row-major
+counts           [2][source] int32 [segments + 1], by parity of the epoch: rows that the source sends to each
+                 segment, and the size of its own tiles
+rows             [capacity, model_dim] e4m3, landed inputs
+row_scales       [capacity, model_dim / 32] e8m0, row-major
 sources          [capacity] int32: rank * max_tokens + token, slot above bit 24
 row_weights      [capacity] fp32: the router's weight of the row
 partials         [max_tokens * topk, partial_bytes]: weighted rows that came back
@@ -57,7 +58,7 @@ class Layout:
 def layout_for(problem: Problem) -> Layout:
     """Of a layer of these sizes."""
     capacity, ranks = problem.capacity_rows, problem.num_ranks
-    sizes = {name: ranks * WORD_BYTES for name in FLAGS}
+    sizes = dict.fromkeys(FLAGS, ranks * WORD_BYTES)
     sizes |= {
         "counts": 2 * ranks * 4 * (problem.num_segments + 1),
         "rows": capacity * problem.model_dim,

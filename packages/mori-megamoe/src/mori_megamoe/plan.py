@@ -4,17 +4,17 @@ For destination d with tiles of M rows, experts in order, each expert gets
 
     [the pair's rows, if it belongs to the pair, padded to M] [its own rows, padded to M]
 
-and within each of the two, sources follow one another in rank order: what one rank sends to one segment is one run
-of rows. Both experts of a pair have the section of the pair's rows, but its inputs are only once, in the section of
-a; tiles of b's section read them there.
+and within each of the two, sources follow one another in rank order: what one rank sends to one segment is
+one run of rows. Both experts of a pair have the section of the pair's rows, but its inputs are only once, in
+the section of a; tiles of b's section read them there.
 
-Order of sending, and of work: the pair's segment is number 0, expert e's (counted within d) is number 1 + e. A
-source sends to d in this order and then says so in one word at d, which only it writes:
+Order of sending, and of work: the pair's segment is number 0, expert e's (counted within d) is number 1 + e.
+A source sends to d in this order and then says so in one word at d, which only it writes:
 
     value_after(epoch, number) = (epoch - 1) * (1 + L) + number + 1
 
-The word only grows. To know that source s's rows for a tile are here, d waits for the value of the tile's segment,
-or for nothing if s has none there. So a source may skip segments without rows, or signal them too.
+The word only grows. To know that source s's rows for a tile are here, d waits for the value of the tile's
+segment, or for nothing if s has none there. So a source may skip segments without rows, or signal them too.
 Where a transport can only add 1, `added` says to what a word has grown.
 
 Launches are numbered by epochs 1, 2, 3, ... A counter per parity, to which every rank adds 1 in each launch,
@@ -128,8 +128,8 @@ def padded(rows: int, block_m: int) -> int:
 
 
 def slab_starts(counts: Sequence[int], problem: Problem, me: int) -> dict[tuple[int, int], int]:
-    """Where a sender that packs its rows puts each (rank, number): rank after rank, in the order of sending. Its own
-    rows are not packed.
+    """Where a sender that packs its rows puts each (rank, number): rank after rank, in the order of sending.
+    Its own rows are not packed.
 
     counts  # [segments]: rows that this rank sends
     """
@@ -158,7 +158,8 @@ def needed(counts: Counts, problem: Problem, epoch: int, rank: int, number: int)
 
 
 def added(counts: Sequence[int], problem: Problem, rank: int, number: int, *, skip_empty: bool) -> int:
-    """Signals of one launch that a source has sent to `rank` once it is done with `number`, if each adds 1."""
+    """Signals of one launch that a source has sent to `rank` once it is done with `number`, if each adds
+    1."""
     if not skip_empty:
         return number + 1
     return sum(counts[segment_id(problem, rank, j)] > 0 for j in range(number + 1))

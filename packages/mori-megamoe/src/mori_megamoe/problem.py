@@ -1,4 +1,5 @@
-"""The layer's sizes and what follows from them: counts, bytes, flops, and what is refused. No torch, no target."""
+"""The layer's sizes and what follows from them: counts, bytes, flops, and what is refused. No torch, no
+target."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MAX_SOURCE_TOKENS = 1 << 24  # ranks * max_tokens; that number itself marks a ro
 
 @dataclass(frozen=True)
 class Problem:
-    """out[token] = sum over the token's experts of weight * W2(swiglu(W1 x)). Expert e lives on rank e // L."""
+    """out[token] = sum over the token's experts of weight * W2(swiglu(W1 x)). Expert e lives on rank e //
+    L."""
 
     model_dim: int
     inter_dim: int
@@ -61,8 +63,8 @@ class Problem:
 
     @property
     def capacity_rows(self) -> int:
-        """Rows of a rank's plan at most: every slot that can name one of its experts, and for each expert, and the
-        two halves of a pair, less than one tile of padding. A multiple of the tile."""
+        """Rows of a rank's plan at most: every slot that can name one of its experts, and for each expert,
+        and the two halves of a pair, less than one tile of padding. A multiple of the tile."""
         routed = self.num_ranks * self.max_tokens * min(self.topk, self.experts_per_rank)
         padding = (self.experts_per_rank + 2) * self.max_block_m
         return -(-(routed + padding) // self.max_block_m) * self.max_block_m
@@ -96,8 +98,8 @@ class Problem:
         """Raise for what no target can do. The same on every rank, before anybody waits."""
         if self.num_ranks < 1 or self.num_experts < 1 or self.num_experts % self.num_ranks:
             raise UnsupportedShape(
-                f"experts={self.num_experts} on world_size={self.num_ranks}: every rank holds the same number, at "
-                f"least one"
+                f"experts={self.num_experts} on world_size={self.num_ranks}: every rank holds the same "
+                f"number, at least one"
             )
         if self.experts_per_rank > 256:
             raise UnsupportedShape(

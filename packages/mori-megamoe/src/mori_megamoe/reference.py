@@ -1,4 +1,5 @@
-"""The layer with nothing in between: every routed row goes from its token to its expert and back in one process.
+"""The layer with nothing in between: every routed row goes from its token to its expert and back in one
+process.
 
 What is right, byte for byte, for the host target, whatever way the rows travel there. Rows of one expert are
 multiplied together, which changes no bit (arithmetic.py).

@@ -1,8 +1,9 @@
-"""From the expert ids of one rank's tokens to the rows that it sends. Pure; every rank could do it for every other.
+"""From the expert ids of one rank's tokens to the rows that it sends. Pure; every rank could do it for every
+other.
 
-A *segment* is what one rank sends to one expert: ids 0 .. E-1, one for each expert. Besides, each rank d has a
-segment E + d for its *pair*, two of its experts: a token that goes to both sends one row there, which both read. A
-token's other routes to d go to their experts' segments.
+A *segment* is what one rank sends to one expert: ids 0 .. E-1, one for each expert. Besides, each rank d has
+a segment E + d for its *pair*, two of its experts: a token that goes to both sends one row there, which both
+read. A token's other routes to d go to their experts' segments.
 
 Rows inside a segment are in the order of (token, slot). A segment names an expert at most once per token.
 """
@@ -19,6 +20,7 @@ from mori_megamoe.problem import Problem
 
 _PAIR_SHIFT, _PAIR_ENABLED = 8, 1 << 16
 SOURCE_BITS = 24
+SOURCE_MASK = (1 << SOURCE_BITS) - 1
 
 
 class Pair(NamedTuple):
@@ -42,23 +44,25 @@ def decode_pair(word: int) -> Pair | None:
 
 
 def encode_source(source: int, slot: int) -> int:
-    """A row's origin in 32 bits: `source` is rank * max_tokens + token, `slot` the place in the token's top-k."""
+    """A row's origin in 32 bits: `source` is rank * max_tokens + token, `slot` the place in the token's
+    top-k."""
     return source | slot << SOURCE_BITS
 
 
 def decode_source(word: int) -> tuple[int, int]:
     """(source, slot)."""
-    return word & ((1 << SOURCE_BITS) - 1), word >> SOURCE_BITS
+    return word & SOURCE_MASK, word >> SOURCE_BITS
 
 
 def encode_group(token: int, slot_a: int, slot_b: int) -> int:
-    """One row of a pair's segment: the token, and its slots for a and b, four bits each (top-k is at most 16)."""
+    """One row of a pair's segment: the token, and its slots for a and b, four bits each (top-k is at most
+    16)."""
     return token | slot_a << SOURCE_BITS | slot_b << (SOURCE_BITS + 4)
 
 
 def decode_group(word: int) -> tuple[int, int, int]:
     """(token, slot of a, slot of b). `word` as unsigned."""
-    return word & ((1 << SOURCE_BITS) - 1), word >> SOURCE_BITS & 0xF, word >> (SOURCE_BITS + 4) & 0xF
+    return word & SOURCE_MASK, word >> SOURCE_BITS & 0xF, word >> (SOURCE_BITS + 4) & 0xF
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ def routes_of(ids: torch.Tensor, problem: Problem, pairs: Pairs) -> Routes:
 
 
 def _segments(ids: torch.Tensor, problem: Problem, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, k] int64 each: the segment that a slot sends a row to (the number of segments: none), and the slot of
-    the pair's other expert, or -1."""
+    """[n, k] int64 each: the segment that a slot sends a row to (the number of segments: none), and the slot
+    of the pair's other expert, or -1."""
     local = problem.experts_per_rank
     ids = ids.to(torch.int64)
     nowhere = (ids < 0) | (ids >= problem.num_experts)
@@ -109,8 +113,8 @@ def _segments(ids: torch.Tensor, problem: Problem, pairs: Pairs) -> tuple[torch.
 
 
 def next_pairs(counts: Sequence[Sequence[int]], problem: Problem, pairs: Pairs) -> list[Pair | None]:
-    """The pairs of the next launch, from the rows of this one: each rank's two busiest experts, ties to the lower
-    number; none where fewer than two had any.
+    """The pairs of the next launch, from the rows of this one: each rank's two busiest experts, ties to the
+    lower number; none where fewer than two had any.
 
     counts  # [ranks][segments]: rows that each rank sent, with `pairs`
     """

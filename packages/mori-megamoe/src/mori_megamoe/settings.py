@@ -10,21 +10,21 @@ PAIRS = TABLE.add(
     Setting(
         "MORI_MEGAMOE_PAIRS",
         True,
-        doc="whether a token that goes to both of a rank's two busiest experts sends them one row",
+        doc="whether each launch picks the pairs of experts that share rows in the next; off: those of "
+        "fanout_masks stay, which without it are none",
     )
 )
 COMBINE_MASK = TABLE.add(
     Setting(
         "MORI_MEGAMOE_COMBINE_MASK",
         True,
-        doc="whether slots whose id names no expert are allowed, where a call does not say (mask_invalid_slots)",
+        doc="whether ids may name no expert, where a call does not say (mask_invalid_slots)",
     )
 )
 POISON = TABLE.add(
     Setting(
         "MORI_MEGAMOE_POISON",
         False,
-        doc="whether every launch begins by filling what others will write with NaN codes, to find a row that is "
-        "read before it came",
+        doc="whether every launch first fills what others will write with NaN codes, for finding errors",
     )
 )

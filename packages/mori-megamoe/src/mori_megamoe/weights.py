@@ -46,7 +46,8 @@ def shuffle_weights(logical: LogicalWeights) -> StoredWeights:
 
 
 def stored_weights(given: StoredWeights, problem: Problem) -> StoredWeights:
-    """The weights that a caller passes, in whatever shape, as one run of bytes for each expert; or LayoutError."""
+    """The weights that a caller passes, in whatever shape, as one run of bytes for each expert; or
+    LayoutError."""
     forms = _forms(problem.model_dim, problem.inter_dim)
     named = zip(StoredWeights._fields, given, forms, strict=True)
     return StoredWeights(*(_bytes_of(name, part, form, problem) for name, part, form in named))
@@ -66,7 +67,7 @@ def w2_of(stored: StoredWeights, problem: Problem, expert: int) -> Matrix:
 
 def dequantized(matrix: Matrix) -> torch.Tensor:
     """[n, k] fp64."""
-    return (matrix.values.unflatten(1, (-1, mx.BLOCK)) * matrix.factors[..., None]).flatten(1)
+    return mx.rules.scaled(matrix.values, matrix.factors)
 
 
 def _forms(model_dim: int, inter_dim: int) -> tuple[mx.Layout, mx.Layout, mx.Layout, mx.Layout]:
@@ -91,8 +92,8 @@ def _bytes_of(name: str, part: torch.Tensor, form: mx.Layout, problem: Problem) 
     wanted = problem.experts_per_rank * form.nbytes
     if part.dtype.itemsize != 1 or part.numel() != wanted or not part.is_contiguous():
         raise LayoutError(
-            f"{name} is {part.dtype} {tuple(part.shape)} with strides {part.stride()}: {wanted} bytes in one run are "
-            f"needed, {form.nbytes} ({form.stored_rows} x {form.stored_columns}) for each of the rank's "
-            f"{problem.experts_per_rank} experts, in the order that mori_megamoe.shuffle_weights makes"
+            f"{name} is {part.dtype} {tuple(part.shape)} with strides {part.stride()}: {wanted} bytes in one "
+            f"run are needed, {form.nbytes} ({form.stored_rows} x {form.stored_columns}) for each of the "
+            f"rank's {problem.experts_per_rank} experts, in the order that mori_megamoe.shuffle_weights makes"
         )
     return part.view(torch.uint8).view(problem.experts_per_rank, form.nbytes)

@@ -4,13 +4,14 @@ e4m3fn  sign, 4 bits of exponent (bias 7), 3 of mantissa: 0, 2^-9 .. 448; 0x7F a
 e2m1    sign, 2 bits of exponent (bias 1), 1 of mantissa: 0, .5, 1, 1.5, 2, 3, 4, 6
 e8m0    2^(code - 127), no sign; 255 is NaN
 
-Decoding looks codes up in a table of all of them. Encoding rounds to nearest, ties to the even code, and keeps
-subnormals; values beyond the largest become it.
+Decoding looks codes up in a table of all of them. Encoding rounds to nearest, ties to the even code, and
+keeps subnormals; values beyond the largest become it.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import torch
@@ -80,7 +81,7 @@ def encode_e4m3(values: torch.Tensor) -> torch.Tensor:
 def _e2m1_bounds(device: torch.device) -> torch.Tensor:
     """bounds[i]: the largest fp32 magnitude that still rounds to code i. A tie goes to the even one of i and
     i + 1."""
-    middles = [(a + b) / 2 for a, b in zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(E2M1_VALUES)]
     exact = torch.tensor(middles, dtype=torch.float32)
     below = torch.nextafter(exact, torch.zeros_like(exact))
     odd = torch.arange(len(middles)) % 2 == 1

@@ -1,7 +1,7 @@
 """Where the bytes of weights and scales lie: five closed forms, there and back.
 
-Weights and their scales come preshuffled, the way the tiles of a 16 x 16 x 128 matrix instruction read them. Each
-class below is one such form over one logical tensor of bytes:
+Weights and their scales come preshuffled, the way the tiles of a 16 x 16 x 128 matrix instruction read them.
+Each class below is one such form over one logical tensor of bytes:
 
     form              logical shape            blocks
     W1Bytes           [2I, D / 2], gate first  16 rows of gate, the same 16 of up, and so on; 1024-byte pieces
@@ -11,8 +11,8 @@ class below is one such form over one logical tensor of bytes:
     ActivationScales  [rows, columns]          as W2Scales, rows of a tile
 
 `offset(row, column)` is the closed form, for ints and for tensors of them; `shuffle` and `unshuffle` move a
-logical tensor to its form and back, any number of experts in front. Columns of scales are padded to a multiple of
-8 with 0x7F (the factor 1).
+logical tensor to its form and back, any number of experts in front. Columns of scales are padded to a
+multiple of 8 with 0x7F (the factor 1).
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Layout(ABC):
 
     def unshuffle(self, stored: torch.Tensor) -> torch.Tensor:
         """uint8 [..., nbytes] -> [..., rows, columns]."""
-        whole = stored[..., _offsets(self, stored.device)].unflatten(-1, (self.stored_rows, -1))
+        whole = stored[..., _offsets(self, stored.device)]
+        whole = whole.view(*stored.shape[:-1], self.stored_rows, self.stored_columns)
         return whole[..., : self.rows, : self.columns]
 
 

@@ -1,10 +1,10 @@
 """Which power of two a block of 32 values is divided by, and the codes that come out.
 
-    quantize_input    rows that enter the layer, bf16 -> e4m3. "Round up": the smallest power of two at which the
-                      largest magnitude is at most 448, taken from amax times the fp32 just above 1/448; amax is
-                      at least 1e-10. Scaled magnitudes end in (224, 448], so nothing saturates.
-    quantize_hidden   rows between the two GEMMs, fp32 -> e4m3. "Round half up": amax's power of two, the next one
-                      from mantissa 1.5 on, less 8. No least amax. Scaled magnitudes end in [192, 384).
+    quantize_input    rows that enter the layer, bf16 -> e4m3. "Round up": the smallest power of two at which
+                      the largest magnitude is at most 448, taken from amax times the fp32 just above 1/448;
+                      amax is at least 1e-10. Scaled magnitudes end in (224, 448], so nothing saturates.
+    quantize_hidden   rows between the two GEMMs, fp32 -> e4m3. "Round half up": amax's power of two, the next
+                      one from mantissa 1.5 on, less 8. No least amax. Scaled magnitudes end in [192, 384).
     quantize_partial  rows on their way back, fp32 -> e4m3. As the input, but with no least amax; a block of
                       zeros has the code 0, which here means the factor 0.
     quantize_weight   weights, -> packed e2m1. "Round up" to 6 instead of 448.
@@ -66,20 +66,25 @@ def quantize_weight(w: torch.Tensor) -> Quantized:
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """e4m3 codes [..., k] and e8m0 scales [..., k / 32] as fp32."""
-    blocks = decode_e4m3(codes).unflatten(-1, (-1, BLOCK))
-    return (blocks * decode_e8m0(scales)[..., None]).flatten(-2)
+    return scaled(decode_e4m3(codes), decode_e8m0(scales))
 
 
 def dequantize_partial(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The same for partials, where the scale 0 is the factor 0."""
     factors = (scales.to(torch.int32) << _EXPONENT_SHIFT).view(torch.float32)
     factors = factors.masked_fill(scales == E8M0_NAN, torch.nan)
-    return (decode_e4m3(codes).unflatten(-1, (-1, BLOCK)) * factors[..., None]).flatten(-2)
+    return scaled(decode_e4m3(codes), factors)
+
+
+def scaled(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """[..., k] values, each block times its factor [..., k / 32]."""
+    blocks = values.view(*factors.shape, BLOCK)
+    return (blocks * factors[..., None]).view(values.shape)
 
 
 def _blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., k / 32, 32] and the largest magnitude of each block."""
-    blocks = x.unflatten(-1, (-1, BLOCK))
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     return blocks, blocks.abs().amax(-1)
 
 

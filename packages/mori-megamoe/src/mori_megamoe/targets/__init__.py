@@ -1,7 +1,7 @@
 """One package per target, each with the same things; see `target_for`.
 
-What a target's Runner gets is checked: contiguous tensors on its device, shapes and dtypes that fit, ids that the
-call may have. It owns the layer's memory, flags and epochs, and is called by one thread at a time.
+What a target's Runner gets is checked: contiguous tensors on its device, shapes and dtypes that fit, ids that
+the call may have. It owns the layer's memory, flags and epochs, and is called by one thread at a time.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class Runner(Protocol):
     def arrived_at(self, rank: int) -> mori_shmem.Ref:
         """My word at a rank: how far my rows for it have come."""
 
+    def arrived_from(self, source: int) -> mori_shmem.Ref:
+        """A source's word here."""
+
     # ---- for a Stage1: steps ----
 
     def wait_ready(self, launch: Launch, rank: int) -> None:
@@ -74,7 +77,8 @@ class Runner(Protocol):
         """Until everybody's rows of a segment are here, with their headers."""
 
     def gemm1_tile(self, launch: Launch, tile: Tile, scales: torch.Tensor | None = None) -> None:
-        """One tile: GEMM1, SwiGLU, requantise. `scales` [M, D / 32] uint8 row-major; None: those that landed."""
+        """One tile: GEMM1, SwiGLU, requantise. `scales` [M, D / 32] uint8 row-major; None: those that
+        landed."""
 
 
 def target_for(backend: str) -> ModuleType:

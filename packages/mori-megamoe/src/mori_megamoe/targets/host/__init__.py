@@ -1,4 +1,5 @@
-"""Ranks are processes of one machine, torch computes on the CPU, and rows are copied between shared windows."""
+"""Ranks are processes of one machine, torch computes on the CPU, and rows are copied between shared
+windows."""
 
 from mori_megamoe.targets.host.checks import check_ids
 from mori_megamoe.targets.host.direct import DirectStores

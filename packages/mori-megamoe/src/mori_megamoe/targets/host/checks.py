@@ -17,8 +17,8 @@ def check_ids(ids: torch.Tensor, problem: Problem, *, mask: bool) -> None:
     if twice.any():
         token, at = twice.nonzero()[0].tolist()
         raise ArgumentError(
-            f"topk_ids[{token}] is {ids[token].tolist()}: expert {int(ordered[token, at + 1])} is there twice. A "
-            f"token's experts are different ones; add up the weights and put -1 into the other slot"
+            f"topk_ids[{token}] is {ids[token].tolist()}: expert {int(ordered[token, at + 1])} is there "
+            f"twice. A token's experts are different ones; add up the weights and put -1 into the other slot"
         )
     if mask:
         return
@@ -26,6 +26,7 @@ def check_ids(ids: torch.Tensor, problem: Problem, *, mask: bool) -> None:
     if len(nowhere):
         token, slot = nowhere[0].tolist()
         raise ArgumentError(
-            f"topk_ids[{token}, {slot}] is {int(ids[token, slot])}, experts are 0..{problem.num_experts - 1}, and "
-            f"mask_invalid_slots is off: such a slot would add whatever lay there before. Switch it on"
+            f"topk_ids[{token}, {slot}] is {int(ids[token, slot])}, experts are "
+            f"0..{problem.num_experts - 1}, and mask_invalid_slots is off: such a slot would add whatever "
+            "lay there before. Switch it on"
         )

@@ -13,11 +13,11 @@ Launch e on rank r
   combine   9. wait for returned >= e of every rank; sum
 
 Who may overwrite what
-  counts     parity e & 1, written by s in launch e. s has seen everybody's counted = e - 1, and a rank sets that
-             after it has read what came with e - 2.
+  counts     parity e & 1, written by s in launch e. s has seen everybody's counted = e - 1, and a rank sets
+             that after it has read what came with e - 2.
   rows, row_scales, sources, row_weights of r
-             written by s in launch e after ready[r] = e, which r sets when it is done with launch e - 1. This also
-             holds where launches end after Stage1 and nobody waits in combine.
+             written by s in launch e after ready[r] = e, which r sets when it is done with launch e - 1. This
+             also holds where launches end after Stage1 and nobody waits in combine.
   hidden     r alone.
   partials   written by s in launch e, after it has seen counted[r] = e: r has summed up e - 1.
 Nothing is reset. Every rank makes every launch, also without tokens.
@@ -90,6 +90,8 @@ class Runner:
 
     def prepare(self, call: Call, *, quantize: bool) -> Launch:
         self.epoch += 1
+        if self.values[POISON]:
+            self._partials[self._me].fill_(_POISON)  # peers write them once they have seen `counted`
         routes = routing.routes_of(call.ids, self.problem, self._pairs)
         self._tell_counts([*routes.counts, bucket_for(call.num_tokens).sort_block_m])
         x_q, x_scales = call.x_q, call.x_scales
@@ -123,7 +125,7 @@ class Runner:
         return rows
 
     def _poison(self) -> None:
-        """What others will write in this launch, and what this rank will: NaN."""
+        """What others will write once they have seen `ready`, and what this rank will: NaN."""
         for part in (self._rows, self._row_scales):
             part[self._me].fill_(_POISON)
         self._row_weights[self._me].fill_(torch.nan)
@@ -143,6 +145,9 @@ class Runner:
 
     def arrived_at(self, rank: int) -> mori_shmem.Ref:
         return self.window.at(self.layout.flag("arrived", self._me), rank)
+
+    def arrived_from(self, source: int) -> mori_shmem.Ref:
+        return self.window.at(self.layout.flag("arrived", source))
 
     def wait_ready(self, launch: Launch, rank: int) -> None:
         if rank != self._me:
@@ -171,21 +176,18 @@ class Runner:
         values = plan.needed(launch.counts, self.problem, launch.epoch, self._me, number)
         for source, value in enumerate(values):
             if value:
-                where = self.window.at(self.layout.flag("arrived", source))
                 what = f"`arrived` of rank {source}, segment {number} of launch {launch.epoch}"
-                self.comm.wait(where, value, peer=source, what=what)
+                self.comm.wait(self.arrived_from(source), value, peer=source, what=what)
 
     def gemm1_tile(self, launch: Launch, tile: plan.Tile, scales: torch.Tensor | None = None) -> None:
-        here = slice(tile.input_row, tile.input_row + launch.plan.block_m)
-        if scales is None:
-            scales = self._row_scales[self._me][here]
-        w1 = self._matrix(launch, "w1", tile)
-        codes, out_scales = arithmetic.hidden_rows(
-            self._rows[self._me][here], scales, w1, self.problem.swiglu_limit
-        )
-        self.hidden[tile.row : tile.row + launch.plan.block_m] = codes
-        form, stored = self._tile_scales(launch, tile)
-        stored.copy_(form.shuffle(out_scales))
+        with launch.span(f"expert {tile.expert}", "tiles"):
+            here = slice(tile.input_row, tile.input_row + launch.plan.block_m)
+            given = self._row_scales[self._me][here] if scales is None else scales
+            w1, limit = self._matrix(launch, "w1", tile), self.problem.swiglu_limit
+            hidden = arithmetic.hidden_rows(self._rows[self._me][here], given, w1, limit)
+            self.hidden[tile.row : tile.row + launch.plan.block_m] = hidden[0]
+            form, stored = self._tile_scales(launch, tile)
+            stored.copy_(form.shuffle(hidden[1]))
 
     def _tile_scales(self, launch: Launch, tile: plan.Tile) -> tuple[mx.Layout, torch.Tensor]:
         """Where the scales of a tile's hidden rows are: tiles are whole pieces of 32 rows."""
@@ -198,8 +200,8 @@ class Runner:
         kept = launch.scratch.get("matrix")
         if kept is None or kept[0] != (which, tile.expert):
             decode = weights.w1_of if which == "w1" else weights.w2_of
-            matrix = decode(launch.call.experts, self.problem, tile.expert % self.problem.experts_per_rank)
-            kept = launch.scratch["matrix"] = ((which, tile.expert), matrix)
+            decoded = decode(launch.call.experts, self.problem, tile.expert % self.problem.experts_per_rank)
+            kept = launch.scratch["matrix"] = ((which, tile.expert), decoded)
         matrix: arithmetic.Matrix = kept[1]
         return matrix
 
@@ -208,7 +210,7 @@ class Runner:
     def stage2(self, launch: Launch) -> None:
         for tile in launch.plan.tiles:
             here = slice(tile.row, tile.row + launch.plan.block_m)
-            source, slot = routing.decode_source(self._sources[self._me][here].to(torch.int64))
+            source, slot = _decoded(self._sources[self._me][here])
             real = source < self.problem.padding_source
             form, stored = self._tile_scales(launch, tile)
             codes, scales = self.hidden[here][real], form.unshuffle(stored)[real]
@@ -222,7 +224,7 @@ class Runner:
         """Each row to its token's rank: partials[token * topk + slot]."""
         rank, token = source // self.problem.max_tokens, source % self.problem.max_tokens
         at = token * self.problem.topk + slot
-        for r in rank.unique().tolist():
+        for r in sorted(set(rank.tolist())):
             mine = rank == r
             self._partials[r][at[mine]] = back[mine]
 
@@ -233,3 +235,9 @@ class Runner:
         rows = arithmetic.read_partials(stored, self.problem.model_dim, self.problem.partial_format)
         self._output[:n] = arithmetic.combine(rows, valid_slots(launch.call.ids, self.problem))
         return self._output
+
+
+def _decoded(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(source, slot) of int32 origins, as routing.decode_source."""
+    words = words.to(torch.int64)
+    return words & routing.SOURCE_MASK, words >> routing.SOURCE_BITS
