@@ -54,7 +54,7 @@ DEVICE unsigned await_ready(unsigned ticket, const Gemm1Params& p) {
   const Arrivals& a = p.arrivals;
   const unsigned place = p.pairs_inverse ? __umulhi(ticket, p.pairs_inverse) : ticket;
   const uint64_t wanted = (uint64_t)p.tiles.counts[EPOCH] << 32;
-  const Limits limits = {a.fault, a.timeout_ns, (uint32_t)a.rank};
+  const Limits limits = {a.fault, 2 * a.timeout_ns, (uint32_t)a.rank};  // the publishing warp gives up first: it knows who is late
   const bool came = wait_word<DEVICE_SCOPE>(a.ready + place, wanted, limits, a.rank, WAIT_TILE, place);
   const unsigned tile = came ? (unsigned)load_word<DEVICE_SCOPE>(a.ready + place) : 0;
   return tile | (ticket - place * p.pairs) << 20;
