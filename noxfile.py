@@ -38,6 +38,7 @@ SMOKE = {  # what must run from the wheel alone, away from the sources
         *["-m", "65", "-n", "256", "-k", "256", "--reps", "2"],
     ],
     "mori-ep": ["mori-ep-bench", "test", "--world-size", "2", "--tokens", "9", "--hidden", "256"],
+    "mori-megamoe": ["python", "-c", "from mori_megamoe.testing import smoke; smoke()"],
     "mori-tune": ["mori-tune", "run", "--op", "mori_tune.example:COPY", "--reps", "3"],
 }
 

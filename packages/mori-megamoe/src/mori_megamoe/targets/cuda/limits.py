@@ -1,0 +1,22 @@
+"""What this target can do, and the numbers that it was tuned to."""
+
+from __future__ import annotations
+
+BODIES = ("R", "A")
+MAX_DELTA = {"R": 11, "A": 17}  # of scales in a row of w1: decode.cuh
+ROW_BYTES_PER_VALUE = {"R": 1, "A": 2}
+TILE_ROWS = (128, 64)
+MAX_RANKS, MAX_EXPERTS = 8, 1024  # params.cuh
+UNIT_ROWS = 16  # send.cuh
+MAX_TILES, MAX_PAIRS = 1 << 20, 1 << 12  # of an item: params.cuh
+# Who sends in the fused Stage1. Rows of 7 KB by 16-byte stores to one peer, 2x H200 (mori-ep's dispatch of
+# 8192 tokens): 16 SMs of 256 threads 280 GB/s, of bf16 333; 64 SMs 322; the link 358. More threads on few SMs
+# were slower.
+SEND_BLOCKS, SEND_THREADS = 16, 256
+DISPATCH_THREADS = 256  # a block, on all SMs: the baseline
+
+
+def most_blocks(num_sms: int, sharing: int) -> int:
+    """Blocks of a grid that waits inside itself: clusters of two, one block an SM, an even share of the SMs
+    of a GPU that several ranks use. All of them are resident together."""
+    return max(2, num_sms // sharing // 2 * 2)
