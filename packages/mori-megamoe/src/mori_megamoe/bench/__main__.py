@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         modes = modes_from(args.mode)
         sizes = sizes_.sizes_from(args, world_size)
         sizes_.check_memory(sizes.problem, len(modes))
+        if args.fault and max(sizes.bs_list) < 2:
+            raise ValueError("--break needs two tokens: what it exchanges must differ")
         _check_files(args)
     except (MoriError, ValueError) as refusal:
         made.error(str(refusal))
