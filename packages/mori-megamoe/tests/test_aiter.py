@@ -1,5 +1,5 @@
-"""The adapter for aiter, against stand-ins with the attributes and signatures of its trees: what it finds, what
-it refuses, what kernels get, and that everything is put back."""
+"""The adapter for aiter, against stand-ins with the attributes and signatures of its trees: what it finds,
+what it refuses, what kernels get, and that everything is put back."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Layer:
         self._s1_nvm, self._s1_fixed_slot = 100_000, False
         self._s1_w1 = "weights"
         self.log: list[Any] = []
-        self._s1_mega = self._original("mega", "a b c d e f g h i j k l m n o p q r stream".split())
+        self._s1_mega = self._original("mega", [*"abcdefghijklmnopqr", "stream"])
         if kind != "plan inside":
-            bundle = "a b c d e f g h i j k l m n o p q r variant_id stream".split()
+            bundle = [*"abcdefghijklmnopqr", "variant_id", "stream"]
             self._s1_mega_bundle = self._original("bundle", bundle)
-            self._s1_prepare = self._original("prepare", "a b c d e q1 q2 q3 stream".split())
+            self._s1_prepare = self._original("prepare", [*"abcde", "q1", "q2", "q3", "stream"])
 
     def _original(self, name: str, parameters: list[str]) -> Any:
         namespace: dict[str, Any] = {"log": self.log}
@@ -77,7 +77,9 @@ class Layer:
         exec(source, namespace)
         return namespace[name]
 
-    def forward(self, *, variant: int | None = 1, x_bf16: int = 77, block_m: int = 64, extra: int = 0) -> None:
+    def forward(
+        self, *, variant: int | None = 1, x_bf16: int = 77, block_m: int = 64, extra: int = 0
+    ) -> None:
         """A call as aiter makes it: prepare, then Stage1. x_bf16=0: forward_prequant."""
         quant = [Int64(x_bf16), Int64(x_bf16 and 78), Int64(x_bf16 and 79)]
         planned = [Int64(i) for i in range(5)]
@@ -278,7 +280,7 @@ def test_with_fuse_quant_prepare_only_plans_and_kernels_get_this_calls_rows(tree
 
 def test_what_only_a_call_tells_is_refused_there(tree: Tree) -> None:
     AiterStage1Sdma(tree.layer, COMM, kernels=Kernels()).install()
-    with pytest.raises(UnsupportedShape, match="tiles of 32 rows .* for 64 and 128"):
+    with pytest.raises(UnsupportedShape, match=r"tiles of 32 rows .* for 64 and 128"):
         tree.layer.forward(variant=0)
     with pytest.raises(ArgumentError, match="launched Stage1 with 20 arguments, 18 are known"):
         tree.layer.forward(extra=2)

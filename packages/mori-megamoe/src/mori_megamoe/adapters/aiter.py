@@ -1,5 +1,5 @@
-"""Stage1 over copy engines for aiter's MegaMoEV2: finds out what that layer is, puts callables into the places
-of its Stage1 launches, and takes them out again.
+"""Stage1 over copy engines for aiter's MegaMoEV2: finds out what that layer is, puts callables into the
+places of its Stage1 launches, and takes them out again.
 
     stage1 = AiterStage1Sdma(moe, comm).install()     # moe: a MegaMoEV2, the same choices on all ranks
     out = moe.forward(x, weights, ids)
@@ -132,6 +132,7 @@ class AiterStage1Sdma:
         if reasons or self._kernels is None:
             raise _refused(self.found, reasons)
         self._kernels.open(self.found, self.options, self.comm)
+        ours: dict[str, Callable[..., Any]]
         ours = {"_s1_mega": self._mega, "_s1_mega_bundle": self._mega_bundle}
         if self.options.fuse_quant:
             ours["_s1_prepare"] = self._prepare
@@ -170,7 +171,9 @@ class AiterStage1Sdma:
         planned = [*args[: _QUANT_POINTERS.start], *zeros, *args[_QUANT_POINTERS.stop :]]
         self._originals["_s1_prepare"](*planned, num_quant_cu=0, **compiled_for)
 
-    def _start(self, given: Sequence[Any], stream: Any, block_m: int, compiled_for: Mapping[str, Any]) -> None:
+    def _start(
+        self, given: Sequence[Any], stream: Any, block_m: int, compiled_for: Mapping[str, Any]
+    ) -> None:
         assert self._kernels is not None
         if len(given) != STAGE1_ARGUMENTS:
             raise ArgumentError(
@@ -185,8 +188,8 @@ class AiterStage1Sdma:
         x_bf16, self._x_bf16 = self._x_bf16, None
         if self.options.fuse_quant and x_bf16 is None:
             raise ArgumentError(
-                "forward_prequant with fuse_quant=True: there are no bf16 rows to quantise on their way. Install "
-                "with fuse_quant=False, or call forward"
+                "forward_prequant with fuse_quant=True: there are no bf16 rows to quantise on their way. "
+                "Install with fuse_quant=False, or call forward"
             )
         mode = self.options.scale_mode
         if mode == "auto":

@@ -2,7 +2,7 @@
 
 Three kinds of trees have the layer:
     plan inside Stage1    `_s1_mega` alone; the counts and the plan are made by the Stage1 kernel itself
-    plan before Stage1    besides `_s1_mega_bundle` and `_s1_prepare`; a pair of experts of each rank shares rows
+    plan before Stage1    besides `_s1_mega_bundle`, `_s1_prepare`; a pair of experts of each rank shares rows
     later                 the same names, and more entries in the dispatch table
 Only the last two leave a place for another Stage1. Entries of the table are known by their names in the enum
 DispatchSlot: their numbers are others in every tree.
@@ -46,7 +46,9 @@ class Found:
     fixed_slot: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     slots: Mapping[str, int] = field(default_factory=dict)  # of SLOTS, their numbers in this tree
-    arities: Mapping[str, int] = field(default_factory=dict)  # arguments before the stream; of what can be told
+    arities: Mapping[str, int] = field(
+        default_factory=dict
+    )  # arguments before the stream; of what can be told
     fused_gemm1: bool = False  # build_fused_gemm1 is there, with what packing in the launch needs
 
     @staticmethod
@@ -63,9 +65,7 @@ class Found:
             sizes={name: int(getattr(moe, name)) for name in SIZES if hasattr(moe, name)},
             slots={name: int(members[name]) for name in SLOTS if name in members},
             arities={
-                name: count
-                for name in NEEDED[:2]
-                if (count := _arity(getattr(moe, name, None))) is not None
+                name: count for name in NEEDED[:2] if (count := _arity(getattr(moe, name, None))) is not None
             },
             fused_gemm1=_has_fused_gemm1(),
         )
@@ -105,8 +105,8 @@ def reasons_against(found: Found, options: Options, comm: mori_shmem.Communicato
 def _no_layer(found: Found) -> str:
     there = "aiter is not installed" if found.aiter is None else f"aiter {found.aiter} has no MegaMoEV2"
     return (
-        f"{there}: a source tree with {PACKAGE} is needed. No amd-aiter wheel on the package index has it, the "
-        "newest is of 2025"
+        f"{there}: a source tree with {PACKAGE} is needed. No amd-aiter wheel on the package index has it, "
+        "the newest is of 2025"
     )
 
 
@@ -115,15 +115,17 @@ def _of_the_tree(found: Found, options: Options) -> list[str]:
     missing = [name for name in NEEDED if name not in found.attributes]
     if missing:
         reasons.append(
-            f"the layer has no {', '.join(missing)}: trees that plan inside the Stage1 kernel leave no place for "
-            "another; one with mega_moe_prepare.py is needed"
+            f"the layer has no {', '.join(missing)}: trees that plan inside the Stage1 kernel leave no place "
+            "for another; one with mega_moe_prepare.py is needed"
         )
     absent = [name for name in SIZES if name not in found.sizes]
     if absent:
         reasons.append(f"the layer has no {', '.join(absent)}: it is no MegaMoEV2 that this adapter knows")
     unknown = [name for name in SLOTS if name not in found.slots]
     if unknown:
-        reasons.append(f"DispatchSlot has no {', '.join(unknown)}: the kernels read these entries of the table")
+        reasons.append(
+            f"DispatchSlot has no {', '.join(unknown)}: the kernels read these entries of the table"
+        )
     for name, extra in (("_s1_mega", 0), ("_s1_mega_bundle", 1)):
         count = found.arities.get(name, STAGE1_ARGUMENTS + extra)
         if count != STAGE1_ARGUMENTS + extra:
@@ -132,8 +134,8 @@ def _of_the_tree(found: Found, options: Options) -> list[str]:
             )
     if options.packs_in_launch and not found.fused_gemm1:
         reasons.append(
-            f"gemm1={options.gemm1!r} needs aiter's gemm1.py with build_fused_gemm1(tib_rsrc=, indirect_input=), "
-            "which this tree has not"
+            f"gemm1={options.gemm1!r} needs aiter's gemm1.py with build_fused_gemm1(tib_rsrc=, "
+            "indirect_input=), which this tree has not"
         )
     return reasons
 
@@ -158,8 +160,8 @@ def _of_the_shape(found: Found) -> list[str]:
     reasons, tokens = [], found.sizes["mtpr"]
     if found.fixed_slot:
         reasons.append(
-            f"max_tok_per_rank={tokens} gives every expert fixed slots: there is a Stage1 over copy engines for "
-            "the compact layout only, from 256 on"
+            f"max_tok_per_rank={tokens} gives every expert fixed slots: there is a Stage1 over copy engines "
+            "for the compact layout only, from 256 on"
         )
     if tokens >= INDEXED_FROM:
         reasons.append(

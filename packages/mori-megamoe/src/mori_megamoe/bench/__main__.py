@@ -1,14 +1,14 @@
 """`mori-megamoe-bench`: every way of Stage1, checked byte for byte and timed in turns.
 
     mori-megamoe-bench                               4 ranks of this machine, all modes, a small layer
-    mori-megamoe-bench test                          four calls of each mode with inputs that alternate; not timed
+    mori-megamoe-bench test                          four calls of each mode, inputs alternate; not timed
     mori-megamoe-bench --mode ldsw,in-launch --bs-list 16,64 --routing hot-rank0
     mori-megamoe-bench --shape v4_pro --bs-list 2048,4096,8192 --world-size 8
     torchrun --nproc_per_node=2 -m mori_megamoe.bench        with ranks that somebody else starts
 
-The baseline is always among the modes. The last line is `validated`, and the exit status 0, only if every byte
-of the layer's output was compared with the reference in this run, in every mode, and was right; 1 if one was
-not, 2 if nothing could be measured.
+The baseline is always among the modes. The last line is `validated`, and the exit status 0, only if every
+byte of the layer's output was compared with the reference in this run, in every mode, and was right; 1 if one
+was not, 2 if nothing could be measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import mori_bench
 from mori_bench import add_common_options
-from mori_bench.options import why_not_writable
+from mori_bench.options import at_least, why_not_writable
 from mori_shmem.errors import MoriError
 
 from mori_megamoe.bench import sizes as sizes_
@@ -45,6 +45,13 @@ def parser() -> argparse.ArgumentParser:
     made.set_defaults(reps=None)
     modes = "; ".join(f"{mode.name}: {mode.about}" for mode in MODES.values())
     made.add_argument("--mode", default="all", metavar="MODE", help=f"all (default), or of these: {modes}")
+    made.add_argument(
+        "--copy-delay-us",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="hold each copy of the queues back: on CPUs the wire is too quick, beside GEMM1, to be seen",
+    )
     made.add_argument("--picture", metavar="FILE", help="draw one launch of the last mode, as SVG")
     sizes_.add_options(made)
     return made
@@ -67,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error(str(refusal))
     from mori_megamoe.bench.run import Choice
 
-    choice = Choice(modes, sizes_.reps_for(args), args.warmup, args.fault)
+    choice = Choice(modes, sizes_.reps_for(args), args.warmup, args.fault, args.copy_delay_us)
     try:
         return _run(args, sizes, choice)
     except KeyboardInterrupt:
@@ -170,15 +177,14 @@ def _write_files(args: argparse.Namespace, sizes: Sizes, done: list[Measured]) -
         from mori_megamoe.bench.picture import svg
 
         found = done[-1].found[-1]
+        title = (
+            f"Stage1 on rank 0 of {sizes.problem.num_ranks}: {found.mode.name}, {found.tokens} tokens a rank"
+        )
+        if args.copy_delay_us:
+            title += f", each copy held back by {args.copy_delay_us} us"
+        drawn = svg(found.trace, rank=0, experts_per_rank=sizes.problem.experts_per_rank, title=title)
         with open(args.picture, "w", encoding="utf-8") as file:
-            file.write(
-                svg(
-                    found.trace,
-                    rank=0,
-                    experts_per_rank=sizes.problem.experts_per_rank,
-                    title=f"Stage1 on rank 0, {found.mode.name}, {found.tokens} tokens a rank",
-                )
-            )
+            file.write(drawn)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Checker:
     def call(self, turn: int) -> torch.Tensor:
         """The layer's output, or what a fault makes of it. Until the next call."""
         out = self._moe(*self._called[turn])
-        return self._fault.output(out) if self._fault and len(out) else out  # type: ignore[no-any-return]
+        return self._fault.output(out) if self._fault and len(out) else out
 
     def check(self, comm: mori_shmem.Communicator, turns: Sequence[int]) -> Checked:
         """Collective: so many calls one after the other; then all are compared."""

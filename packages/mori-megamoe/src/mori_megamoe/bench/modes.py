@@ -37,7 +37,11 @@ MODES = {
     mode.name: mode
     for mode in (
         Mode("baseline", "rows by direct stores, then GEMM1", copy_engines=False),
-        Mode("shuffler", "copy engines; scales rewritten once for each tile", options={"scale_mode": "shuffler"}),
+        Mode(
+            "shuffler",
+            "copy engines; scales rewritten once for each tile",
+            options={"scale_mode": "shuffler"},
+        ),
         Mode("ldsw", "copy engines; each work item reads landed scales", options={"scale_mode": "ldsw"}),
         Mode("fuse-quant", "copy engines; rows quantised on their way to them", options={"fuse_quant": True}),
         Mode("in-launch", "copy engines; rows packed in the launch of GEMM1", options={"gemm1": "in-launch"}),

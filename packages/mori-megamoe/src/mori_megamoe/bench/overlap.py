@@ -50,7 +50,7 @@ class Overlap:
 
     @property
     def beyond(self) -> dict[str, float]:
-        """Where the time beyond the bound goes: what is before the two, and what of the rest did not overlap."""
+        """Where the time beyond the bound goes: what is before the two, and what of them did not overlap."""
         before = {name: us for name, us in self.phases.items() if name in ("prepare", *PACKING)}
         rest = self.stage1_us - self.bound_us - sum(before.values())
         return {**before, "not hidden": rest}

@@ -1,8 +1,8 @@
 """One launch of Stage1 on one rank as an SVG: when each segment landed, and when its expert was worked on.
 
-Drawn from a trace: spans "segment N, R rows" in the lanes "landing from rank S", "expert E" wherever they are,
-and what the rank did to its own rows before (PACKING). One line for each expert, in the order of work; on it
-the segments that it waited for, in the colours of the ranks that sent them, above its tiles.
+Drawn from a trace: spans "segment N, R rows" in the lanes "landing from rank S", "expert E" wherever they
+are, and what the rank did to its own rows before (PACKING). One line for each expert, in the order of work;
+on it the segments that it waited for, in the colours of the ranks that sent them, above its tiles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def svg(trace: Trace, *, rank: int, experts_per_rank: int, title: str) -> str:
         raise ValueError(f"nothing of rank {rank} is in this trace")
     page = _Page(min(s.start_ns for s in shown), max(s.end_ns for s in shown))
     if packing:
-        page.line("own rows packed", [(span, PACK) for span in packing], [])
+        page.line("packing", [(span, PACK) for span in packing], [])
     pairs = [landing for landing in landings if landing.number == PAIR_NUMBER]
     if pairs:
         page.line("pair", [], pairs)
@@ -108,7 +108,9 @@ class _Page:
             _text(LABEL, bottom + 15, "0"),
             _text(WIDTH - RIGHT, bottom + 15, f"{self._total_ns / unit_ns:.3g} {unit}", anchor="end"),
         ]
-        return "\n".join([*head, *self._parts, *self._drawn_marks(bottom), *axis, *_legend(sources, height), "</svg>", ""])
+        return "\n".join(
+            [*head, *self._parts, *self._drawn_marks(bottom), *axis, *_legend(sources, height), "</svg>", ""]
+        )
 
     def _drawn_marks(self, bottom: float) -> list[str]:
         parts = []

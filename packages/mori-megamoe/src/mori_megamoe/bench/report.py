@@ -1,8 +1,9 @@
-"""What a bench found: tables with their definitions, the bound, one launch as a picture, RESULT_JSON lines."""
+"""What a bench found: tables with their definitions, the bound, one launch as a picture, result lines."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import mori_bench
 
@@ -13,8 +14,8 @@ from mori_megamoe.bench.sizes import Sizes
 DEFINITIONS = (
     "stage1   prepare and Stage1: from the router's ids to the rows that GEMM2 reads; layer: all of it",
     "bound    max(puts, gemm1), each with the machine for itself: no overlap of these two can be faster",
-    "hidden   sum of the phases less stage1: what overlap saved, of at most `hideable`, the shorter of the two",
-    "         (with packing where that is in the launch too); below 0: the phases were in each other's way",
+    "hidden   sum of the phases less stage1: what overlap saved, of at most `hideable`, the shorter of the",
+    "         two (with packing where that is in the launch too); below 0: they were in each other's way",
 )
 COLUMNS = (
     *("mode", "stage1_us", "spread_pct", "ratio", "bound_us", "x_bound", "hidden_us", "hideable_us"),
@@ -31,11 +32,13 @@ def print_heading(sizes: Sizes, choice: Choice, backend: str, device: str) -> No
         f"{p.num_ranks} ranks, partials {p.partial_format}, {backend} ({device})"
     )
     print(
-        f"{choice.reps} repetitions in turns after {choice.warmup} warm-up, a first one discarded; of each the "
-        "slowest rank, median"
+        f"{choice.reps} repetitions in turns after {choice.warmup} warm-up, a first one discarded; of each "
+        "the slowest rank, median"
     )
     for line in DEFINITIONS:
         print(f"  {line}")
+    if choice.copy_delay_us:
+        print(f"  each copy of the queues is held back by {choice.copy_delay_us} us, direct stores are not")
     cores = len(os.sched_getaffinity(0))
     if backend == "host" and p.num_ranks > cores:
         print(
@@ -85,7 +88,7 @@ def _row(measured: Measured, found: Found) -> dict[str, object]:
 
 
 def _phases(found: Found) -> dict[str, object]:
-    alone = {f"{name}": timing.max_rank_time_us for name, timing in found.phases.items()}
+    alone = {name: timing.max_rank_time_us for name, timing in found.phases.items()}
     return {"mode": found.mode.name, **alone}
 
 
@@ -93,6 +96,11 @@ def _beyond(found: Found) -> str:
     overlap = found.overlap
     parts = ", ".join(f"{name} {us:.0f}" for name, us in overlap.beyond.items())
     over = overlap.stage1_us - overlap.bound_us
+    if over < 0:
+        return (
+            f"{found.mode.name}: {-over:.0f} us below the bound ({overlap.limiter}), which cannot be: the "
+            "machine was slower when the phases ran alone. More repetitions tell more"
+        )
     return f"{found.mode.name}: {over:.0f} us beyond the bound ({overlap.limiter}): {parts}"
 
 
@@ -100,8 +108,13 @@ def print_picture(found: Found) -> None:
     """One launch on rank 0: its rows landing, its experts starting."""
     print(f"\none launch of {found.mode.name}, rank 0")
     drawn = mori_bench.Trace()
-    drawn.spans = [span for span in found.trace.spans if span.rank == 0]
+    drawn.spans = [replace(s, name=_kind_of(s.name)) for s in found.trace.spans if s.rank == 0]
     print(drawn.draw())
+
+
+def _kind_of(name: str) -> str:
+    """Such that only a number at the end tells spans of one kind apart: "pack segment 3 for rank 1"."""
+    return name.split(",")[0].split(" for ")[0]
 
 
 def result_of(
@@ -131,6 +144,7 @@ def result_of(
             "routing": sizes.routing,
             "hot_bias": sizes.hot_bias,
             "seed": sizes.seed,
+            "copy_delay_us": choice.copy_delay_us,
             "swiglu_limit": sizes.problem.swiglu_limit,
             "fallback": False,
             **found.mode.options,

@@ -39,6 +39,7 @@ class Choice:
     reps: int
     warmup: int
     fault: str | None = None
+    copy_delay_us: int = 0  # for which every copy of the queues is held back
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,10 @@ class Bench:
             comm=comm,
         )
         self.stages: dict[str, Stage1] = {mode.name: mode.stage_of(self.moe) for mode in choice.modes}
+        comm.set_faults(delay_us=choice.copy_delay_us)
 
     def close(self) -> None:
+        self.comm.set_faults(delay_us=0)
         self.moe.close()
         self._weights.close()
 

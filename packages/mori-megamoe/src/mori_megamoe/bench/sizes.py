@@ -1,8 +1,8 @@
 """What a run is of: the layer's sizes, tokens, ranks, and what of that is refused before a rank starts.
 
-    v4_pro   model_dim 7168, inter_dim 3072, 384 experts, top-6     the two shapes in which others publish
-    flash    model_dim 4096, inter_dim 2048, 256 experts, top-6     figures; 2048, 4096 and 8192 tokens
-    neither  512, 256, 16 experts, top-4, 32 tokens                 what two cores do in a minute
+v4_pro   model_dim 7168, inter_dim 3072, 384 experts, top-6     the two shapes in which others publish
+flash    model_dim 4096, inter_dim 2048, 256 experts, top-6     figures; 2048, 4096 and 8192 tokens
+neither  512, 256, 16 experts, top-4, 32 tokens                 what two cores do in a minute
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def sizes_from(args: argparse.Namespace, world_size: int) -> Sizes:
     shape = SHAPES.get(args.shape, SMALL)
     given = {name: getattr(args, name) for name in FREE if getattr(args, name) is not None}
     if args.shape and given:
-        raise ValueError(f"--shape {args.shape} and --{', --'.join(given).replace('_', '-')}: one or the other")
+        raise ValueError(
+            f"--shape {args.shape} and --{', --'.join(given).replace('_', '-')}: one or the other"
+        )
     if args.bs_list is not None and args.tokens is not None:
         raise ValueError("--tokens and --bs-list: one or the other")
     bs_list = args.bs_list or ((args.tokens,) if args.tokens is not None else shape.bs_list)
