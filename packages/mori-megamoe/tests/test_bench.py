@@ -101,6 +101,8 @@ def test_the_trial_makes_four_calls_of_each_mode(capfd: pytest.CaptureFixture[st
         (["--hot-bias", "2"], "--hot-bias 2.0 with --routing uniform"),
         (["--routing", "nowhere"], "invalid choice: 'nowhere'"),
         (["--tokens", "1", "--break", "swap_row_tiles"], "--break needs two tokens"),
+        (["--tokens", "0", "--picture", "x.svg"], "without tokens there is nothing to draw"),
+        (["--mode", "baseline", "--copy-delay-us", "5"], "--mode baseline, which has no queues"),
         (["--backend", "cuda"], "backend 'cuda' is not part of this version of mori-megamoe"),
         (["--json", "/nowhere/x"], "no folder /nowhere"),
     ],
@@ -143,6 +145,7 @@ def test_shapes_and_repetitions_are_what_others_publish() -> None:
     assert reps_for(args) == 30
     assert reps_for(parser().parse_args(["--shape", "v4_pro", "--reps", "7"])) == 7
     assert reps_for(parser().parse_args([])) < 30
+    assert "(default: 5, with --shape 30)" in " ".join(parser().format_help().split())
 
 
 # ---- routes ----

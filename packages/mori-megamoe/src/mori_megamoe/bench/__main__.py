@@ -24,7 +24,7 @@ from mori_bench.options import at_least, why_not_writable
 from mori_shmem.errors import MoriError
 
 from mori_megamoe.bench import sizes as sizes_
-from mori_megamoe.bench.modes import MODES, modes_from
+from mori_megamoe.bench.modes import MODES, Mode, modes_from
 from mori_megamoe.bench.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "mori-megamoe-bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("command", nargs="?", choices=("bench", "test"), default="bench", help="default: bench")
-    add_common_options(made, warmup=1)
-    made.set_defaults(reps=None)
+    add_common_options(made, reps=sizes_.SMALL_REPS, warmup=1)
     modes = "; ".join(f"{mode.name}: {mode.about}" for mode in MODES.values())
     made.add_argument("--mode", default="all", metavar="MODE", help=f"all (default), or of these: {modes}")
     made.add_argument(
@@ -67,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         modes = modes_from(args.mode)
         sizes = sizes_.sizes_from(args, world_size)
         sizes_.check_memory(sizes.problem, len(modes))
-        if args.fault and max(sizes.bs_list) < 2:
-            raise ValueError("--break needs two tokens: what it exchanges must differ")
+        _check_options(args, sizes, modes)
         _check_files(args)
     except (MoriError, ValueError) as refusal:
         made.error(str(refusal))
@@ -87,6 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _check_options(args: argparse.Namespace, sizes: Sizes, modes: Sequence[Mode]) -> None:
+    """What is asked for can have an effect."""
+    if args.fault and min(sizes.bs_list) < 2:
+        raise ValueError("--break needs two tokens: what it exchanges must differ")
+    if args.picture and sizes.bs_list[-1] == 0:
+        raise ValueError(f"--picture {args.picture}: without tokens there is nothing to draw")
+    if args.copy_delay_us and not any(mode.copy_engines for mode in modes):
+        raise ValueError(f"--copy-delay-us {args.copy_delay_us} and --mode {args.mode}, which has no queues")
+
+
 def _check_files(args: argparse.Namespace) -> None:
     """What a run would write can be written, and is written by that command."""
     for name in ("json", "trace", "picture"):
@@ -97,7 +105,7 @@ def _check_files(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {path}: `test` measures nothing, it is for `bench`")
         if reason := why_not_writable(path):
             raise ValueError(reason)
-    if args.command == "test" and args.reps is not None:
+    if args.command == "test" and not isinstance(args.reps, sizes_.Unasked):
         raise ValueError(f"--reps {args.reps}: `test` repeats nothing, it is for `bench`")
 
 

@@ -12,10 +12,14 @@ one-rank-idle       uniform over the experts of all ranks but the last, which re
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import mori_bench
-import torch
 
 from mori_megamoe.problem import Problem
+
+if TYPE_CHECKING:
+    import torch
 
 NAMES = (
     "uniform",
@@ -53,6 +57,8 @@ def slots_for(
     routing: str, problem: Problem, tokens: int, bias: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """([tokens, topk] int32 ids, [tokens, topk] fp32 weights that add up to 1) of one rank."""
+    import torch
+
     if routing.startswith("rank-"):
         ids = _on_ranks(routing, problem, tokens, bias, generator)
         scores = torch.rand(tokens, problem.topk, generator=generator)
@@ -69,6 +75,8 @@ def slots_for(
 def _on_ranks(
     routing: str, problem: Problem, tokens: int, bias: float, generator: torch.Generator
 ) -> torch.Tensor:
+    import torch
+
     shape, local = (tokens, problem.topk), problem.experts_per_rank
     rank = torch.rand(tokens, problem.num_ranks, generator=generator).topk(problem.topk, dim=1).indices
     other = torch.randint(1, local, shape, generator=generator)
@@ -82,4 +90,7 @@ def _on_ranks(
 
 
 def generator(seed: int, *purpose: object) -> torch.Generator:
+    """For one purpose."""
+    import torch
+
     return torch.Generator().manual_seed(mori_bench.seed_for(seed, *purpose))

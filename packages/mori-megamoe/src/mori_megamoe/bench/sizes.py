@@ -8,7 +8,6 @@ neither  512, 256, 16 experts, top-4, 32 tokens                 what two cores d
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mori_bench.options import at_least
@@ -18,7 +17,6 @@ from mori_megamoe.problem import Problem
 
 SWIGLU_LIMIT = 10.0
 PUBLISHED_REPS = 30  # of one measurement, where a shape has a name
-SMALL_REPS = 5
 MEMINFO = "/proc/meminfo"
 
 
@@ -63,6 +61,16 @@ class Sizes:
             "topk": p.topk,
             "max_tokens": p.max_tokens,
         }
+
+
+class Unasked(int):
+    """The default of --reps."""
+
+    def __str__(self) -> str:
+        return f"{int(self)}, with --shape {PUBLISHED_REPS}"
+
+
+SMALL_REPS = Unasked(5)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -149,10 +157,4 @@ def check_memory(problem: Problem, num_stages: int, meminfo: str = MEMINFO) -> N
 
 def reps_for(args: argparse.Namespace) -> int:
     """As asked for, else as many as published figures have, else few."""
-    asked: int | None = args.reps
-    return asked if asked is not None else PUBLISHED_REPS if args.shape else SMALL_REPS
-
-
-def tokens_of(bs: int, world_size: int) -> Sequence[int]:
-    """Every rank brings as many."""
-    return [bs] * world_size
+    return PUBLISHED_REPS if args.shape and isinstance(args.reps, Unasked) else int(args.reps)
