@@ -41,7 +41,5 @@ def sends_of(launch: Launch, problem: Problem) -> list[Send]:
             rows = routes.counts[segment]
             if rows:
                 at = launch.plans[rank].landing_row(me, number)
-                sends.append(
-                    Send(rank, number, routes.starts[segment], rows, at, slab.get((rank, number)))
-                )
+                sends.append(Send(rank, number, routes.starts[segment], rows, at, slab.get((rank, number))))
     return sends

@@ -18,7 +18,7 @@ from mori_megamoe.targets import Runner
 from mori_megamoe.targets.host.sdma import packing
 from mori_megamoe.targets.host.sdma.crew import Board
 from mori_megamoe.targets.host.sdma.slab import Slab
-from mori_megamoe.targets.host.sdma.waits import Word, check_alive, late, slept, wait_word
+from mori_megamoe.targets.host.sdma.waits import Word, check_alive, late, limit_s, slept, wait_word
 
 _FIRST_SLICE_S, _LONGEST_SLICE_S = 0.001, 0.016
 
@@ -50,17 +50,15 @@ class Job:
             self.put()
         elif role == "pack":
             self.pack_some(f"workgroup {number}")
-        elif role == "shuffle":
+        self.multiply(number)
+
+    def multiply(self, number: int) -> None:
+        """The same without what sends."""
+        role = self.options.roles[number]
+        if role == "shuffle" and self.shuffles:
             self.shuffle()
         elif role == "schedule":
             self.schedule()
-        self.work(number)
-
-    def multiply(self, number: int) -> None:
-        """The same without anything to send."""
-        role = self.options.roles[number]
-        if role in ("shuffle", "schedule"):
-            getattr(self, role)()
         self.work(number)
 
     # ---- sending ----
@@ -198,16 +196,16 @@ class Job:
         """Until one of them is there, whichever it is: a slice of sleep for the lowest word of each rank in
         turn."""
         lowest = {word.peer: word for word in sorted(short, key=lambda w: -w.value)}
-        slice_s, end_s = _FIRST_SLICE_S, time.monotonic() + self.comm.timeout_s
+        oldest = min(lowest.values(), key=lambda w: (w.peer == self.me, w.value, w.peer))
+        slice_s, end_s = _FIRST_SLICE_S, time.monotonic() + limit_s(self.comm, oldest)
         while time.monotonic() < end_s:
             for word in lowest.values():
                 self.board.check()
                 if slept(self.comm, word, slice_s) or len(self.short([*lowest.values()])) < len(lowest):
                     return
             slice_s = min(2 * slice_s, _LONGEST_SLICE_S)
-        word = min(lowest.values(), key=lambda w: (w.value, w.peer))
-        check_alive(self.comm, word.what)
-        raise late(self.comm, word)
+        check_alive(self.comm, oldest.what)
+        raise late(self.comm, oldest)
 
     # ---- work items ----
 

@@ -1,8 +1,8 @@
 """This rank's rows into the slab, or straight to where its own land, and their headers to the ranks.
 
-    pack    segment by segment, rows that prepare has quantised. Every routed row is read and written once
-    route   where each routed row goes, and the headers; no row is moved
-    qpack   tokens in turn: each is read and quantised once, and stored to every place that route gave it
+pack    segment by segment, rows that prepare has quantised. Every routed row is read and written once
+route   where each routed row goes, and the headers; no row is moved
+qpack   tokens in turn: each is read and quantised once, and stored to every place that route gave it
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Word(NamedTuple):
 
 def wait_word(comm: mori_shmem.Communicator, board: Board, word: Word) -> None:
     """Until the word is there (acquire); PeerTimeout at the communicator's deadline, PeerDied."""
-    end_s = time.monotonic() + comm.timeout_s
+    end_s = time.monotonic() + limit_s(comm, word)
     while True:
         board.check()
         left_s = end_s - time.monotonic()
@@ -36,6 +36,12 @@ def wait_word(comm: mori_shmem.Communicator, board: Board, word: Word) -> None:
             return
         if left_s <= 0:
             raise late(comm, word)
+
+
+def limit_s(comm: mori_shmem.Communicator, word: Word) -> float:
+    """The communicator's deadline. Twice that for a word that this rank itself will write: if it does not,
+    that is because another of its workgroups waits for a rank, and that one is to name it."""
+    return comm.timeout_s * (2 if word.peer == comm.rank else 1)
 
 
 def slept(comm: mori_shmem.Communicator, word: Word, slice_s: float) -> bool:
@@ -67,9 +73,9 @@ def late(comm: mori_shmem.Communicator, word: Word) -> PeerTimeout:
     """The error at the deadline."""
     seen = comm.read(word.where)
     return PeerTimeout(
-        f"rank {comm.rank} of {comm.world_size}, in wait for {word.what}: waited {comm.timeout_s:.3g} s (the "
-        f"limit is timeout_s=, or MORI_TIMEOUT_S in the environment) for the word to be >= {word.value}; it "
-        f"is {seen}. It is expected from rank {word.peer}",
+        f"rank {comm.rank} of {comm.world_size}, in wait for {word.what}: waited "
+        f"{limit_s(comm, word):.3g} s (the limit is timeout_s=, or MORI_TIMEOUT_S in the environment) for "
+        f"the word to be >= {word.value}; it is {seen}. It is expected from rank {word.peer}",
         rank=comm.rank,
         peers=(word.peer,),
         seen=seen,
