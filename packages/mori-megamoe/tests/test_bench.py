@@ -48,6 +48,9 @@ def test_BE_2_all_modes_print_tables_a_picture_and_a_line_each(
         assert row["hideable_us"] >= min(phases["puts"], phases["gemm1"]) - 1e-3
         assert sum(row["sent_bytes"]) == sum(row["received_bytes"]) > 0
         assert sum(row["rows"]) == 2 * 2 * row["shape"]["tokens"]
+    scales = {row["mode"]: row["settings"].get("scale_mode") for row in rows}
+    few = ("ldsw", "ldsw", "ldsw")  # what "auto" is for so few tokens, and for what packs in the launch
+    assert list(scales.values()) == [None, "shuffler", *few]
     by_mode = {row["mode"]: row["phases_us"].keys() for row in rows}
     common = {"prepare", "puts", "gemm1", "fused"}
     assert by_mode["baseline"] == common

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,15 @@ class Mode:
     about: str
     copy_engines: bool = True  # else the layer's own stage
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))  # MegaMoEStage1Sdma's
+
+    def effective(self, tokens: int) -> dict[str, object]:
+        """Its options, and what they mean for so many tokens."""
+        if not self.copy_engines:
+            return {}
+        from mori_megamoe.stage1.options import Options
+
+        options = Options(**self.options)  # type: ignore[arg-type]
+        return {**asdict(options), "scale_mode": "shuffler" if options.shuffles(tokens) else "ldsw"}
 
     def stage_of(self, moe: MegaMoE) -> Stage1:
         """Collective: its stage, open on this layer, which keeps the one that it has."""

@@ -147,7 +147,7 @@ def result_of(
             "copy_delay_us": choice.copy_delay_us,
             "swiglu_limit": sizes.problem.swiglu_limit,
             "fallback": False,
-            **found.mode.options,
+            **found.mode.effective(found.tokens),
             **_environment(),
         },
         packages=("mori-megamoe", "mori-shmem", "torch"),
