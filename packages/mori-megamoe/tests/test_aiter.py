@@ -84,6 +84,9 @@ class Layer:
         quant = [Int64(x_bf16), Int64(x_bf16 and 78), Int64(x_bf16 and 79)]
         planned = [Int64(i) for i in range(5)]
         self._s1_prepare(*planned, *quant, "stream", num_quant_cu=64 if x_bf16 else 0, num_prepare_cu=32)
+        self.stage1(variant, block_m, extra)
+
+    def stage1(self, variant: int | None = 1, block_m: int = 64, extra: int = 0) -> None:
         call = ["out", "rx", self._s1_w1, *range(STAGE1_ARGUMENTS - 3 + extra)]
         if variant is None:
             self._s1_mega(*call, "stream", sort_block_m=block_m, model_dim=7168)
@@ -273,7 +276,10 @@ def test_with_fuse_quant_prepare_only_plans_and_kernels_get_this_calls_rows(tree
     assert compiled == {"num_quant_cu": 0, "num_prepare_cu": 32}
     assert (kernels.log[-1].x_bf16, kernels.log[-1].scale_mode) == (Int64(77), "ldsw")
     with pytest.raises(ArgumentError, match="forward_prequant with fuse_quant=True"):
-        layer.forward(x_bf16=0)  # the rows of the call before are not taken for this one's
+        layer.forward(x_bf16=0)
+    layer.forward()
+    with pytest.raises(ArgumentError, match="no bf16 rows to quantise"):
+        layer.stage1()  # the rows of the call before are not taken for this one's
     adapter.uninstall()
     assert layer._s1_prepare is original
 
