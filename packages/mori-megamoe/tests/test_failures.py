@@ -22,16 +22,17 @@ INPUTS = TOY.inputs((20, 9, 5))
 
 def test_a_rank_that_does_not_come_is_named_with_flag_and_values() -> None:
     def rank() -> None:
-        with mori_shmem.init(timeout_s=0.6) as comm, TOY.layer(comm) as moe:
+        with mori_shmem.init() as comm, TOY.layer(comm) as moe:
             moe(*INPUTS[comm.rank])
             comm.barrier()
             if comm.rank == 1:
-                time.sleep(1.5)
+                time.sleep(3)
                 return
+            comm.timeout_s = 0.6  # of the waits from here on: to meet may take longer on a busy machine
             began = time.monotonic()
             with pytest.raises(PeerTimeout, match=r"`counted` of launch 2: .*rank 1") as late:
                 moe(*INPUTS[comm.rank])
-            assert 0.4 < time.monotonic() - began < 3
+            assert 0.5 < time.monotonic() - began < 2.5
             assert late.value.peers == (1,)
             assert (late.value.seen, late.value.wanted) == (1, 2)
             with pytest.raises(MoriError, match="since a call failed with PeerTimeout"):
@@ -88,8 +89,9 @@ def test_a_dead_rank_is_named_within_two_seconds(where: str) -> None:
     assert all(o.value < 2 for o in outcomes if o.rank != 1)
 
 
-def test_late_ranks_give_the_same_bytes() -> None:
-    """A nap before every phase of every rank, another in each call."""
+def test_late_ranks_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nap before every phase of every rank, another in each call; what is read too early is NaN."""
+    monkeypatch.setenv("MORI_MEGAMOE_POISON", "1")
     want = TOY.reference(INPUTS)
 
     def rank() -> None:

@@ -153,3 +153,10 @@ def test_partials_with_scale_0_and_nan() -> None:
     assert back[:32].tolist() == [0.0] * 32
     assert back[32:64].tolist() == [448.0] * 32
     assert back[64:].isnan().all()
+
+
+def test_round_up_is_a_product_with_the_number_just_above_1_448() -> None:
+    """One step above 448 the next power begins; with the fp32 just below 1/448 it would not."""
+    amax = torch.nextafter(torch.tensor([448.0]), torch.tensor([500.0]))
+    assert mx.quantize_partial(blocks_of(amax))[1][0, 0] == 128
+    assert mx.quantize_partial(blocks_of(torch.tensor([448.0])))[1][0, 0] == 127

@@ -146,11 +146,12 @@ def test_a_dropped_put_is_noticed_at_the_deadline_with_names(mode: str) -> None:
                 time.sleep(2)
                 return
             began = time.monotonic()
-            with pytest.raises(PeerTimeout, match=r"`arrived` of rank 0, segment 2 of launch 2") as late:
+            with pytest.raises(PeerTimeout, match=r"`arrived` of rank 0, segment [23] of launch 2") as late:
                 moe.stage1_only(*INPUTS[comm.rank])
             assert 0.5 < time.monotonic() - began < 4
             assert late.value.peers == (0,)
-            assert (late.value.seen, late.value.wanted) == (6, 7)  # four segments in launch 1; 0 and 1 of 2
+            assert late.value.seen == 6  # segments 0 to 3 of launch 1; 0 and 1 of launch 2
+            assert late.value.wanted in (7, 8)  # two workers wait, one for each that is missing
             with pytest.raises(MoriError, match="since a call failed with PeerTimeout"):
                 moe(*INPUTS[comm.rank])
 

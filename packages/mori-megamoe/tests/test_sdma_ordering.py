@@ -1,7 +1,7 @@
 """Every obligation of the protocol (targets/host/sdma/stage.py) broken once: what was left out is seen.
 
     left out                                                    seen by
-    O1   ready before headers and rows                          bytes: headers wiped by the late rank's prepare
+    O1   ready before headers and rows                          bytes: the late rank's prepare wipes headers
     O2   packed before put                                      bytes: poison of the slab is put
     O3   headers before the signal                              bytes: rows without an origin
     O4   copies before the signal, in the program               bytes: poison is multiplied
@@ -87,6 +87,23 @@ def late_prepare(p: Patches) -> None:
 def slow_packing(p: Patches) -> None:
     pack = packing.pack
     p.put(packing, "pack", lambda *args: (time.sleep(NAP_S), pack(*args))[1])
+
+
+def held_queue(p: Patches) -> None:
+    """Rank 0's queue stands still for a while without keeping rank 0 from going on. (A delay of its copies
+    would: short ones are made by whoever submits them.)"""
+    comm, opened = p.moe.comm, 0
+    gate = comm.alloc(8)
+
+    def put(job: Job) -> None:
+        nonlocal opened
+        opened += 1
+        if p.rank == 0:
+            comm.queue(1).wait(gate.at(0), opened)
+            threading.Timer(5 * NAP_S, comm.signal, (gate.at(0), opened)).start()
+        original(job)
+
+    original = p.put(Job, "put", put)
 
 
 # ---- omissions ----
@@ -192,7 +209,7 @@ CASES = {
     "O5 flag": Case("shuffler", flag_first),
     "O6 others": Case("ldsw, one put", own_words_only, delay_us=20_000),
     "O6 own": Case("in-launch", words_of_others_only, slow_packing),
-    "O7 quiet": Case("ldsw, one put", not_quiet, delay_us=20_000),
+    "O7 quiet": Case("ldsw, one put", not_quiet, held_queue),
     "O8 epochs": Case("ldsw, one put", no_epochs, delay_us=20_000),
     "O9 published": Case("ldsw, ready-first", publish_all, delay_us=20_000),
 }

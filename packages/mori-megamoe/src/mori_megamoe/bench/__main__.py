@@ -43,7 +43,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("command", nargs="?", choices=("bench", "test"), default="bench", help="default: bench")
     add_common_options(made, reps=sizes_.SMALL_REPS, warmup=1)
     modes = "; ".join(f"{mode.name}: {mode.about}" for mode in MODES.values())
-    made.add_argument("--mode", default="all", metavar="MODE", help=f"all (default), or of these: {modes}")
+    made.add_argument(
+        "--mode",
+        default="all",
+        metavar="MODE",
+        help=f"all (default; but for the last two), or of these: {modes}",
+    )
     made.add_argument(
         "--copy-delay-us",
         type=at_least(0),

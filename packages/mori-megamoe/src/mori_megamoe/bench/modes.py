@@ -19,6 +19,7 @@ class Mode:
     name: str
     about: str
     copy_engines: bool = True  # else the layer's own stage
+    in_all: bool = True  # or only where it is named
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))  # MegaMoEStage1Sdma's
 
     def effective(self, tokens: int) -> dict[str, object]:
@@ -54,13 +55,20 @@ MODES = {
         Mode("ldsw", "copy engines; each work item reads landed scales", options={"scale_mode": "ldsw"}),
         Mode("fuse-quant", "copy engines; rows quantised on their way to them", options={"fuse_quant": True}),
         Mode("in-launch", "copy engines; rows packed in the launch of GEMM1", options={"gemm1": "in-launch"}),
+        Mode(
+            "ready-first",
+            "copy engines; tiles as they become complete",
+            in_all=False,
+            options={"order": "ready-first"},
+        ),
+        Mode("one-put", "copy engines; rows and scales in one put", in_all=False, options={"puts": "one"}),
     )
 }
 
 
 def modes_from(words: str) -> list[Mode]:
     """Of --mode: names with commas between, or all. The baseline is always among them, and first."""
-    names = list(MODES) if words == "all" else words.split(",")
+    names = [mode.name for mode in MODES.values() if mode.in_all] if words == "all" else words.split(",")
     for name in names:
         if name not in MODES:
             raise ValueError(f"--mode {name}: one of {', '.join(MODES)}, all, or several with commas")

@@ -28,7 +28,10 @@ What must come before what, and what is seen when it does not (tests/test_sdma_o
     O4  both copies before the signal, on one queue      tiles of stale rows
     O5  scales of all sources landed before they are shuffled, and shuffled before flagged
     O6  words of every source that has rows in the tile, own ones too, before the tile
-    O7  queues quiet before the launch ends              the next one packs over rows that are being read
+    O7  queues quiet before the launch ends              whatever writes to the slab next is put instead.
+                                                         (The next launch packs when all have told it their
+                                                         counts, and so are done with this one; poison does
+                                                         not wait for that)
     O8  words count epochs                               a word of the last launch lets tiles start
     O9  a publication after its tile is complete
 
@@ -38,8 +41,10 @@ Why it ends. Whoever waits, waits for something further down in this list, of th
 
     a work item        for the shuffler or scheduler, or for words of ranks
     shuffler, scheduler    for words of ranks
-    a word             for an engine of its rank, which is a thread of its own, and for `put` there
-    put                for packers; its queue's ring may be full: for engines
+    a word             for `put` of its rank, and for an engine there, which is a thread of its own
+    put                for packers; where a queue's ring is full, for engines. Short copies (up to 1 to
+                       4 MiB, says mori-shmem) the queue makes on the thread that submits them: workgroup
+                       0, which does nothing else meanwhile, beside the workers
     a packer           for ready[d], which d stores in prepare, before its Stage1
 
 No packer, put, shuffler or scheduler waits for a work item, and nobody draws one before its role is done. So
