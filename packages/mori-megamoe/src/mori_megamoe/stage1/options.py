@@ -53,7 +53,8 @@ class Options:
     def name(self) -> str:
         """For people, and to be compared between ranks: only such choices as peers would notice."""
         packing = IN_LAUNCH if self.packs_in_launch else "route + qpack" if self.fuse_quant else "pack"
-        return f"copy engines ({packing}, {self.scale_mode}, {self.order}, {self.puts} put(s))"
+        puts = "one put" if self.puts == "one" else "two puts"
+        return f"copy engines ({packing}, {self.scale_mode}, {self.order}, {puts})"
 
     def shuffles(self, num_tokens: int) -> bool:
         """Whether landed scales are rewritten tile by tile in a launch, before work items read them."""
