@@ -28,6 +28,7 @@ class Options:
     workers: int = 2
     packers: int = 2
     shufflers: int = 1
+    merge_rows: int = 0
 
     @property
     def packs_in_launch(self) -> bool:
@@ -76,6 +77,8 @@ class Options:
             count = getattr(self, name)
             if type(count) is not int or count < 1:
                 raise ArgumentError(f"{name}={count!r}: a whole number of at least 1 is needed")
+        if type(self.merge_rows) is not int or self.merge_rows < 0:
+            raise ArgumentError(f"merge_rows={self.merge_rows!r}: a number of rows, or 0")
         if len(self.roles) > MAX_WORKGROUPS:
             raise ArgumentError(
                 f"workers={self.workers}, packers={self.packers}, shufflers={self.shufflers} are "
