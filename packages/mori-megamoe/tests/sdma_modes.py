@@ -21,11 +21,12 @@ MODES: dict[str, dict[str, Any]] = {
     "shuffler": {"scale_mode": "shuffler", "shufflers": 2},
     "shuffler, one put, ready-first": {"scale_mode": "shuffler", "puts": "one", "order": "ready-first"},
     "ldsw, one put": {"scale_mode": "ldsw", "puts": "one"},
+    "all merged": {"merge_rows": 10_000},
     "ldsw, ready-first": {"scale_mode": "ldsw", "order": "ready-first", "workers": 1},
     "fuse-quant, shuffler": {"fuse_quant": True, "scale_mode": "shuffler"},
     "fuse-quant, ldsw, one put": {"fuse_quant": True, "scale_mode": "ldsw", "puts": "one"},
     "in-launch": {"gemm1": "in-launch", "packers": 3},
-    "7001, one put": {"gemm1": "7001", "puts": "one", "workers": 1},
+    "7001, one put": {"gemm1": "7001", "puts": "one", "workers": 1, "merge_rows": 20},
     "in-launch, ready-first": {"gemm1": "in-launch", "order": "ready-first"},
 }
 FEW = ("shuffler", "fuse-quant, ldsw, one put", "in-launch", "ldsw, ready-first")  # every part of each once

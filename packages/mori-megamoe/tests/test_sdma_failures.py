@@ -34,6 +34,7 @@ INPUTS = TOY.inputs((20, 9))
         ({"gemm1": "7001", "fuse_quant": True}, "gemm1='7001' with fuse_quant=True.*Choose one"),
         ({"gemm1": "in-launch", "scale_mode": "shuffler"}, "read landed scales themselves"),
         ({"fuse_quant": 1}, "fuse_quant=1: True or False"),
+        ({"merge_rows": -1}, "merge_rows=-1: a number of rows, or 0"),
         ({"workers": 0}, "workers=0: a whole number of at least 1"),
         ({"gemm1": "in-launch", "packers": -1}, "packers=-1"),
         ({"workers": 300}, "302 workgroups that must all run at the same time: at most 256"),
@@ -161,9 +162,9 @@ def test_a_dropped_put_is_noticed_at_the_deadline_with_names(mode: str) -> None:
 def lose_puts_from(number: int) -> None:
     program = Job._program
 
-    def lossy(job: Job, send: Any) -> Any:
-        made = program(job, send)
-        return mori_shmem.PutProgram() if send.number >= number else made
+    def lossy(job: Job, batch: Any) -> Any:
+        made = program(job, batch)
+        return mori_shmem.PutProgram() if batch[-1].number >= number else made
 
     Job._program = lossy  # type: ignore[method-assign]
 

@@ -11,6 +11,7 @@ import torch
 from mori_bench import Trace
 from mori_megamoe import MegaMoEStage1Sdma, StoredWeights, mx
 from mori_megamoe.reference import RankInput
+from mori_megamoe.targets.host.sdma.job import Job
 from mori_megamoe.testing import Toy, same_bytes
 from sdma_modes import FEW, MODES, check, random_arrivals, run_modes
 
@@ -32,6 +33,39 @@ def test_MM_3_four_calls_with_alternating_inputs_in_every_mode(world_size: int) 
         for seed, t in enumerate(tokens)
     ]
     run_modes(toy, [*inputs, *inputs], list(MODES) if world_size in (2, 3) else FEW)
+
+
+def test_merged_segments_share_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six segments to the other rank: six signals, or fewer, or one."""
+    monkeypatch.setenv("MORI_MEGAMOE_PAIRS", "0")
+    toy = Toy(2, experts_per_rank=6)
+    inputs = toy.inputs((40, 30))
+    want = toy.reference(inputs)
+
+    def rank() -> list[int]:
+        signals = []
+        with mori_shmem.init() as comm, toy.layer(comm) as moe:
+            program = Job._program
+            for merge_rows in (0, 30, 10_000):
+                batches: list[int] = []
+
+                def counted(job: Job, batch: list[Any], batches: list[int] = batches) -> Any:
+                    batches.append(len(batch))
+                    return program(job, batch)
+
+                Job._program = counted  # type: ignore[method-assign]
+                stage1 = MegaMoEStage1Sdma(moe, merge_rows=merge_rows).install()
+                moe.stage1_only(*inputs[comm.rank])
+                assert sum(batches) == 6
+                signals.append(len(batches))
+                check(moe, inputs, want, merge_rows)
+                stage1.uninstall()
+        return signals
+
+    for counts in mori_shmem.run_ranks(rank, 2, timeout_s=60):
+        assert counts[0] == 6
+        assert 1 < counts[1] < 6
+        assert counts[2] == 1
 
 
 def test_windows_without_poison_and_a_mode_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ from mori_megamoe.testing import Toy, wrong_rows
 from mori_shmem.testing import faults
 from sdma_modes import MODES
 
-NAP_S = 0.04
+NAP_S = 0.06
 
 
 class Patches:
@@ -133,11 +133,11 @@ def headers_late(p: Patches) -> None:
 
 
 def signal_first(p: Patches) -> None:
-    def program(job: Job, send: Send) -> mori_shmem.PutProgram:
+    def program(job: Job, batch: list[Send]) -> mori_shmem.PutProgram:
         made = mori_shmem.PutProgram()
-        value = plan.value_after(job.problem, job.launch.epoch, send.number)
-        made.signal(job.runner.arrived_at(send.rank), value)
-        for copy in job.slab.copies(send):
+        value = plan.value_after(job.problem, job.launch.epoch, batch[-1].number)
+        made.signal(job.runner.arrived_at(batch[-1].rank), value)
+        for copy in job.slab.copies(batch[-1]):
             made.put(copy.to, copy.source, copy.nbytes)
         return made
 
@@ -202,16 +202,16 @@ CASES = {
     "O1 ready, in the launch": Case("in-launch", no_wait_for_ready, late_prepare),
     "O2 packed": Case("in-launch", put_before_packed, slow_packing),
     "O3 headers": Case("ldsw, one put", headers_late),
-    "O4 signal behind the copies": Case("ldsw, one put", signal_first, delay_us=20_000),
-    "O4 scales behind the rows": Case("shuffler", signal_first, delay_us=20_000),
-    "O4 queue that reorders": Case("in-launch", nothing, reorder=True),
-    "O5 landed": Case("shuffler", shuffle_what_is_there, delay_us=20_000),
+    "O4 signal behind the copies": Case("ldsw, one put", signal_first, delay_us=60_000),
+    "O4 scales behind the rows": Case("shuffler", signal_first, delay_us=60_000),
+    "O4 queue that reorders": Case("in-launch", nothing, delay_us=150_000, reorder=True),
+    "O5 landed": Case("shuffler", shuffle_what_is_there, delay_us=60_000),
     "O5 flag": Case("shuffler", flag_first),
-    "O6 others": Case("ldsw, one put", own_words_only, delay_us=20_000),
+    "O6 others": Case("ldsw, one put", own_words_only, delay_us=60_000),
     "O6 own": Case("in-launch", words_of_others_only, slow_packing),
     "O7 quiet": Case("ldsw, one put", not_quiet, held_queue),
-    "O8 epochs": Case("ldsw, one put", no_epochs, delay_us=20_000),
-    "O9 published": Case("ldsw, ready-first", publish_all, delay_us=20_000),
+    "O8 epochs": Case("ldsw, one put", no_epochs, delay_us=60_000),
+    "O9 published": Case("ldsw, ready-first", publish_all, delay_us=60_000),
 }
 
 
@@ -245,7 +245,7 @@ def test_what_the_protocol_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     def rank() -> tuple[int, int]:
         with mori_shmem.init() as comm, toy.layer(comm) as moe:
             MegaMoEStage1Sdma(moe, **MODES[case.mode]).install()
-            with faults(comm, delay_us=case.delay_us), patched(moe, case.scene):
+            with faults(comm, delay_us=0 if case.reorder else case.delay_us), patched(moe, case.scene):
                 right = wrong(moe)
             comm.barrier()
             with (

@@ -33,6 +33,7 @@ class MegaMoEStage1Sdma:
         workers: int = 2,
         packers: int = 2,
         shufflers: int = 1,
+        merge_rows: int = 0,
     ) -> None:
         """Local. Starts the workgroups, so that what cannot run at the same time is refused here.
 
@@ -48,12 +49,16 @@ class MegaMoEStage1Sdma:
                     scales lie together, and land in memory of the stage's own
         workers     workgroups that multiply from the start; all others join them when they are done
         packers, shufflers  workgroups for that, in the modes that have them
+        merge_rows  segments to a rank are held back until they have so many rows together, and share a
+                    signal: fewer signals, later starts. 0: each goes by itself
         """
         if not isinstance(moe, MegaMoE):
             raise ArgumentError(
                 f"{type(moe).__name__} is no mori_megamoe.MegaMoE, the only layer that this goes into"
             )
-        self.options = Options(scale_mode, fuse_quant, gemm1, order, puts, workers, packers, shufflers)
+        self.options = Options(
+            scale_mode, fuse_quant, gemm1, order, puts, workers, packers, shufflers, merge_rows
+        )
         self.options.check()
         self.moe = moe
         target = target_for(moe.comm.backend)

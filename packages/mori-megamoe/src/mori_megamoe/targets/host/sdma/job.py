@@ -95,26 +95,31 @@ class Job:
             )
 
     def put(self) -> None:
-        """Every segment, once it is packed, in the order of sending."""
+        """Every segment, once it is packed, in the order of sending; small ones of a rank together."""
+        last = {send.rank: number for number, send in enumerate(self.sends)}
+        batches: dict[int, list[Send]] = {}
         for number, send in enumerate(self.sends):
             self.board.wait(("packed", number))
             if send.rank == self.me:
                 self.runner.signal_arrived(self.launch, self.me, send.number)
-            else:
-                self.comm.queue(send.rank).submit(self._program(send))
+                continue
+            batch = batches.setdefault(send.rank, [])
+            batch.append(send)
+            if number == last[send.rank] or sum(s.rows for s in batch) >= self.options.merge_rows:
+                self.comm.queue(send.rank).submit(self._program(batches.pop(send.rank)))
 
-    def _program(self, send: Send) -> PutProgram:
-        """Copies, and behind them the signal."""
+    def _program(self, batch: list[Send]) -> PutProgram:
+        """The copies of some segments to one rank, and behind them the signal of the last."""
         program = PutProgram()
-        traced = self.launch.trace is not None
-        if traced:
-            program.timestamp(self.slab.stamp(send, end=False))
-        for copy in self.slab.copies(send):
-            program.put(copy.to, copy.source, copy.nbytes)
-        if traced:
-            program.timestamp(self.slab.stamp(send, end=True))
-        value = value_after(self.problem, self.launch.epoch, send.number)
-        program.signal(self.runner.arrived_at(send.rank), value)
+        for send in batch:
+            if self.launch.trace is not None:
+                program.timestamp(self.slab.stamp(send, end=False))
+            for copy in self.slab.copies(send):
+                program.put(copy.to, copy.source, copy.nbytes)
+            if self.launch.trace is not None:
+                program.timestamp(self.slab.stamp(send, end=True))
+        value = value_after(self.problem, self.launch.epoch, batch[-1].number)
+        program.signal(self.runner.arrived_at(batch[-1].rank), value)
         return program
 
     def quiet(self) -> None:

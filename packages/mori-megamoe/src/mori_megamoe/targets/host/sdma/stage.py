@@ -10,7 +10,8 @@ has a role first, and takes work items when it is done with it.
                  Before the launch by the caller (pack, or route + qpack), or in it by `packers` workgroups.
     put       3. workgroup 0, segment by segment in the same order: wait for packed; to d's queue the copies
                  (rows, scales), and behind them arrived[r] = value_after(segment) at d. Of own segments the
-                 word is stored. One queue for each rank, so its words only grow
+                 word is stored. One queue for each rank, so its words only grow. With merge_rows, small
+                 segments to a rank go together, and only the last is signalled
     shuffle   4. for each tile of inputs, in the order of experts: wait for arrived of the sources that have
                  rows in its segment; the tile's scales into the form of the GEMM; flag scales(tile)
     schedule  5. (ready-first) read every source's word; tiles that are complete are published, at once after
