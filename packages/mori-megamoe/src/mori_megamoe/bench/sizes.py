@@ -2,7 +2,7 @@
 
 v4_pro   model_dim 7168, inter_dim 3072, 384 experts, top-6     the two shapes in which others publish
 flash    model_dim 4096, inter_dim 2048, 256 experts, top-6     figures; 2048, 4096 and 8192 tokens
-neither  512, 256, 16 experts, top-4, 32 tokens                 what two cores do in a minute
+neither  256, 256, 16 experts, top-4, 32 tokens                 what two cores do in a minute
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHAPES = {
     "v4_pro": Shape(7168, 3072, 384, 6, (2048, 4096, 8192)),
     "flash": Shape(4096, 2048, 256, 6, (2048, 4096, 8192)),
 }
-SMALL = Shape(512, 256, 16, 4, (32,))
+SMALL = Shape(256, 256, 16, 4, (32,))
 FREE = ("model_dim", "inter_dim", "experts", "topk")
 
 
