@@ -36,7 +36,7 @@ What must come before what, and what is seen when it does not (tests/test_sdma_o
     O8  words count epochs                               a word of the last launch lets tiles start
     O9  a publication after its tile is complete
 
-Flags and tickets are of one launch (crew.Board). Words and stamps only grow, so nothing is cleared.
+Flags and tickets are of one launch (crew.Board). Words only grow, so nothing is cleared.
 
 Why it ends. Whoever waits, waits for something further down in this list, of this rank or of another:
 
@@ -55,8 +55,9 @@ process can have; the crew starts all of them at construction, where it is refus
 A busy machine only makes them slower, for the system shares cores among threads. And provided that every
 rank makes every launch, also without tokens.
 
-Every wait has the communicator's deadline and names the word, the rank, what was seen and wanted. A rank that
-died is named by all (waits.py).
+Every wait for a rank has the communicator's deadline and names the word, the rank, what was seen and wanted.
+Waits for this rank's own flags and words have twice that: if nothing comes, another of its workgroups waits
+for a rank, and that is the one to name. A rank that died is named by all (waits.py).
 """
 
 from __future__ import annotations
