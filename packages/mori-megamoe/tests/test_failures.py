@@ -89,8 +89,9 @@ def test_a_dead_rank_is_named_within_two_seconds(where: str) -> None:
     assert all(o.value < 2 for o in outcomes if o.rank != 1)
 
 
-def test_late_ranks_give_the_same_bytes() -> None:
-    """A nap before every phase of every rank, another in each call."""
+def test_late_ranks_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nap before every phase of every rank, another in each call; what is read too early is NaN."""
+    monkeypatch.setenv("MORI_MEGAMOE_POISON", "1")
     want = TOY.reference(INPUTS)
 
     def rank() -> None:

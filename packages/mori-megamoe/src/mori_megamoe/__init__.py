@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from mori_megamoe.layer import MegaMoE
     from mori_megamoe.problem import Problem
     from mori_megamoe.stage1 import Stage1
+    from mori_megamoe.stage1.sdma import MegaMoEStage1Sdma
     from mori_megamoe.weights import StoredWeights, quantize_weights, shuffle_weights
 
 _HOMES = {
     "MegaMoE": "layer",
+    "MegaMoEStage1Sdma": "stage1.sdma",
     "Problem": "problem",
     "Stage1": "stage1",
     "StoredWeights": "weights",
@@ -34,6 +36,7 @@ _HOMES = {
 
 __all__ = [
     "MegaMoE",
+    "MegaMoEStage1Sdma",
     "Problem",
     "Stage1",
     "StoredWeights",

@@ -76,15 +76,26 @@ class Runner(Protocol):
     def wait_arrived(self, launch: Launch, number: int) -> None:
         """Until everybody's rows of a segment are here, with their headers."""
 
-    def gemm1_tile(self, launch: Launch, tile: Tile, scales: torch.Tensor | None = None) -> None:
-        """One tile: GEMM1, SwiGLU, requantise. `scales` [M, D / 32] uint8 row-major; None: those that
-        landed."""
+    def gemm1_tile(
+        self,
+        launch: Launch,
+        tile: Tile,
+        *,
+        rows: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        """One tile: GEMM1, SwiGLU, requantise. From several threads, each with a launch of its own `scratch`.
+
+        rows    # [M, D] uint8; None: those that landed
+        scales  # [M, D / 32] uint8 row-major; None: those that landed
+        """
 
 
 def target_for(backend: str) -> ModuleType:
     """The module for a communicator's backend. It has
     Runner(comm, window, layout, values, pairs)   see above
     DirectStores()   its baseline, a Stage1
+    CopyEngines(options)   Stage1 over copy engines, where the target has it; see stage1/options.py
     check_ids(...)   what it can see of a call's ids before anybody waits
     """
     if backend not in TARGETS:

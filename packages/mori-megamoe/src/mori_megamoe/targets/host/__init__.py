@@ -4,5 +4,6 @@ windows."""
 from mori_megamoe.targets.host.checks import check_ids
 from mori_megamoe.targets.host.direct import DirectStores
 from mori_megamoe.targets.host.runner import Runner
+from mori_megamoe.targets.host.sdma import CopyEngines
 
-__all__ = ["DirectStores", "Runner", "check_ids"]
+__all__ = ["CopyEngines", "DirectStores", "Runner", "check_ids"]

@@ -16,7 +16,6 @@ class DirectStores(Stage1):
         num_ranks = self.runner.problem.num_ranks
         for step in range(1, num_ranks + 1):
             rank = (launch.rank + step) % num_ranks
-            self.runner.wait_ready(launch, rank)
             for number in range(self.runner.problem.sends_per_rank):
                 self._store(launch, rank, number)
             self.runner.signal_arrived(launch, rank, self.runner.problem.experts_per_rank)
@@ -27,6 +26,7 @@ class DirectStores(Stage1):
         token = launch.routes.token[mine]
         if not len(token) or launch.x_q is None or launch.x_scales is None:
             return
+        self.runner.wait_ready(launch, rank)
         at = launch.plans[rank].landing_row(launch.rank, number)
         there = slice(at, at + len(token))
         self.runner.rows(rank)[there] = launch.x_q[token]

@@ -179,12 +179,20 @@ class Runner:
                 what = f"`arrived` of rank {source}, segment {number} of launch {launch.epoch}"
                 self.comm.wait(self.arrived_from(source), value, peer=source, what=what)
 
-    def gemm1_tile(self, launch: Launch, tile: plan.Tile, scales: torch.Tensor | None = None) -> None:
+    def gemm1_tile(
+        self,
+        launch: Launch,
+        tile: plan.Tile,
+        *,
+        rows: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> None:
         with launch.span(f"expert {tile.expert}", "tiles"):
             here = slice(tile.input_row, tile.input_row + launch.plan.block_m)
-            given = self._row_scales[self._me][here] if scales is None else scales
+            rows = self._rows[self._me][here] if rows is None else rows
+            scales = self._row_scales[self._me][here] if scales is None else scales
             w1, limit = self._matrix(launch, "w1", tile), self.problem.swiglu_limit
-            hidden = arithmetic.hidden_rows(self._rows[self._me][here], given, w1, limit)
+            hidden = arithmetic.hidden_rows(rows, scales, w1, limit)
             self.hidden[tile.row : tile.row + launch.plan.block_m] = hidden[0]
             form, stored = self._tile_scales(launch, tile)
             stored.copy_(form.shuffle(hidden[1]))

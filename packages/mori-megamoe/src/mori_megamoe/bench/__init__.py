@@ -1,0 +1,1 @@
+"""`mori-megamoe-bench`."""
