@@ -38,7 +38,7 @@ SMOKE = {  # what must run from the wheel alone, away from the sources
         *["-m", "65", "-n", "256", "-k", "256", "--reps", "2"],
     ],
     "mori-ep": ["mori-ep-bench", "test", "--world-size", "2", "--tokens", "9", "--hidden", "256"],
-    "mori-megamoe": ["python", "-c", "from mori_megamoe.testing import smoke; smoke()"],
+    "mori-megamoe": ["mori-megamoe-bench", "test", "--world-size", "2", "--tokens", "9", "--experts", "8"],
     "mori-tune": ["mori-tune", "run", "--op", "mori_tune.example:COPY", "--reps", "3"],
 }
 
@@ -142,6 +142,7 @@ def bench_smoke(session: nox.Session) -> None:
     session.run("mori-shmem-bench")
     session.run("mori-gemm-ar-bench")
     session.run("mori-ep-bench")
+    session.run("mori-megamoe-bench")
     session.run("mori-tune", "run", "--op", "mori_tune.example:COPY")
 
 
