@@ -26,7 +26,7 @@ import torch
 from mori_ep import reference
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.reference import RankInput, bytes_of
-from mori_ep.targets import CombineShape, DispatchShape
+from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
 from mori_ep.targets.cuda import launch as launches
 from mori_ep.targets.cuda import limits, variants
 from mori_ep.targets.cuda.faults import error_of
@@ -34,6 +34,7 @@ from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch, Maps
 from mori_ep.targets.cuda.layout import layout_for
 from mori_ep.targets.cuda.params import BOTH, RECEIVE, SEND
 from mori_ep.targets.cuda.place import Place, blocks_of
+from mori_ep.targets.cuda.runner import Runner
 from mori_shmem.errors import ArgumentError, CollectiveMismatch, PeerTimeout, UnsupportedShape
 from mori_shmem.targets.fault_record import FIELDS
 
@@ -802,6 +803,37 @@ def test_combine_again_with_the_registered_buffer_filled_again_at_once(device: s
             to = reference.destinations(given_here.ids, node.config.num_experts_per_rank, 3)
             want = torch.tensor([float(len(d) * (i + 1)) for d in to], dtype=BF16)
             assert torch.equal(kept.pop(0)["out"].cpu().view(BF16)[:, 0], want)
+
+
+def test_nobody_fills_the_registered_buffer_while_peers_read_it() -> None:
+    """What a runner asks of the kernel: `guard` with every combine of that buffer, however many dispatches
+    came before; and no such combine while rows that were copied there may be read."""
+    guards: list[bool] = []
+
+    def note(*_: object, guard: bool, **__: object) -> None:
+        guards.append(guard)
+
+    registered, copied = (
+        SimpleNamespace(shape=CombineShape(512, BF16, False, registered), launch=note)
+        for registered in (True, False)
+    )
+    runner: Any = SimpleNamespace(_stream=lambda: 0, _maps=None, _copied_in=False)
+    rows = torch.empty(0, 512, dtype=BF16)
+    combine = functools.partial(Runner.combine, runner, call=CombineCall(rows, None, 0))
+    given = DispatchCall(rows, None, None, torch.empty(0, 4, dtype=torch.int32))
+    dispatch = functools.partial(Runner.dispatch, runner, SimpleNamespace(launch=lambda *_: None), given)
+    for dispatches in (1, 0, 2, 1):
+        for _ in range(dispatches):
+            dispatch()
+        combine(registered)
+    assert guards == [True] * 4
+    combine(copied)
+    with pytest.raises(ArgumentError, match="may still read them there"):
+        combine(registered)
+    combine(copied)
+    dispatch()
+    combine(registered)
+    assert guards[4:] == [False, False, True]
 
 
 # ---- many calls ----

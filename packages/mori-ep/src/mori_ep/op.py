@@ -290,13 +290,14 @@ class EpDispatchCombineOp:
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """[recv capacity, hidden] of this rank's window, for combine without a copy: fill its first rows,
-        pass it to combine with use_external_inp_buf=0. It may be filled from the moment a dispatch has
-        returned."""
+        pass it to combine with use_external_inp_buf=0. It may be filled whenever no call is under way, so
+        also for a second combine right after a first. A combine of other rows overwrites it; on a GPU it may
+        then be filled once the next dispatch is over."""
         self._check_usable()
         hidden = self.config.hidden_dim if hidden_dim == -1 else hidden_dim
         checks.check_combine_dtype(self.config, self.dispatch_dtype, dtype)
         checks.check_hidden(self.config, hidden, dtype)
-        return self._runner.view("y", (self.config.recv_capacity, hidden), dtype)
+        return self._runner.lend_combine_input((self.config.recv_capacity, hidden), dtype)
 
     # ---- rows by expert ----
 
@@ -365,6 +366,11 @@ class EpDispatchCombineOp:
         use_external_inp_buf=0. Every expert's row is multiplied by its slot in `weights`, those that dispatch
         returned; without them rows are added as they are."""
         self._check_usable()
+        if self._half == "combine_recv":
+            raise ArgumentError(
+                "convert_combine_input between the halves of a combine: it fills the buffer whose rows are "
+                "on their way. Call combine_recv first"
+            )
         if packed_recv_x.dim() != 3:
             raise ArgumentError(
                 f"packed_recv_x is {tuple(packed_recv_x.shape)}: [experts, rows, hidden] is needed"

@@ -78,7 +78,7 @@ class Runner:
         self._launches: list[DispatchLaunch | CombineLaunch] = []
         self._last: DispatchLaunch | CombineLaunch | None = None
         self._tokens = 0  # of the last dispatch
-        self._since_combine = 0  # dispatches since the last combine
+        self._copied_in = False  # the last combine copied rows into y, and no dispatch has come since: read?
         self._alive = (1 << config.world_size) - 1
 
     def _blocks(self) -> int:
@@ -129,7 +129,7 @@ class Runner:
             phases,
         )
         self._last, self._tokens = launch, call.x.shape[0]
-        self._since_combine += 1
+        self._copied_in = False
 
     def dispatch_send(self, launch: DispatchLaunch, call: DispatchCall) -> None:
         """With AsyncLL, the kernel's sending half. Many tokens wait for the counts of all in this half."""
@@ -141,21 +141,26 @@ class Runner:
 
     def combine(self, launch: CombineLaunch, call: CombineCall, phases: int = BOTH) -> None:
         """One kernel on the current stream."""
-        routing = call.routing
+        routing, registered = call.routing, launch.shape.registered
+        if registered and self._copied_in:
+            raise ArgumentError(
+                "use_external_inp_buf=0 right after a combine of rows of your own: those were copied into "
+                "the registered buffer, and other ranks may still read them there. Dispatch between the two, "
+                "or give this one rows of your own too"
+            )
         launch.launch(
             self._stream(),
             call.rows,
             call.weights,
             call.num_tokens,
             self._maps if routing is None else _maps_of(routing),
-            # The next dispatch tells that peers have read my rows; other uses than one combine a dispatch
-            # cannot count on it.
-            guard=launch.shape.registered and self._since_combine != 1,
+            # A dispatch would tell that peers have read my rows, but nothing says that one comes before the
+            # caller fills the buffer again.
+            guard=registered,
             geometry=call.geometry,
             phases=phases,
         )
-        self._last = launch
-        self._since_combine = 0
+        self._last, self._copied_in = launch, not registered
 
     def combine_send(self, launch: CombineLaunch, call: CombineCall) -> None:
         """With AsyncLL, the kernel's sending half."""
@@ -164,6 +169,9 @@ class Runner:
     def combine_recv(self) -> None:
         """The receiving half, with the arguments of the sending one."""
         self._receive()
+
+    def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.view("y", shape, dtype)  # combines of it are guarded, whoever holds it
 
     def _receive(self) -> None:
         stream = self._stream()
