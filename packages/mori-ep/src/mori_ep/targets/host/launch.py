@@ -138,6 +138,10 @@ class Runner:
 
     # ---- combine ----
 
+    def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._combiner.lend_input()
+        return self.view("y", shape, dtype)
+
     def prepare_combine(self, shape: CombineShape) -> CombineLaunch:
         return self._combiner.prepare(shape)
 
@@ -151,10 +155,6 @@ class Runner:
 
     def combine_recv(self) -> None:
         self._combiner.receive()
-
-    def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        self._combiner.lend_input()
-        return self.view("y", shape, dtype)
 
     def trace_steps(self, on: bool) -> list[tuple[str, int]]:
         ends, self._marks.ends, self._marks.on = self._marks.ends, [], on
