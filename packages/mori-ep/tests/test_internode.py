@@ -238,21 +238,22 @@ def test_many_pairs_back_to_back_with_ranks_that_drift() -> None:
     run_ranks(calls, 4, timeout_s=120)
 
 
+def slowly(call: Callable[..., object], pause_s: float) -> Callable[..., object]:
+    def wrapped(*arguments: object) -> object:
+        time.sleep(pause_s)
+        return call(*arguments)
+
+    return wrapped
+
+
 def test_a_node_that_is_slow_keeps_what_came_while_others_go_on() -> None:
     """Node 0 is a call ahead whenever it can be: what it puts must not touch what node 1 has yet to read."""
-
-    def slowly(call: Callable[..., object]) -> Callable[..., object]:
-        def wrapped(*arguments: object) -> object:
-            time.sleep(0.04)
-            return call(*arguments)
-
-        return wrapped
 
     def calls() -> None:
         with join("gloo", 1) as comm, EpDispatchCombineOp(config_for(comm), comm) as op:
             me = comm.rank
             if me == 1:
-                op._runner._combiner._add_up = slowly(op._runner._combiner._add_up)
+                op._runner._combiner._add_up = slowly(op._runner._combiner._add_up, 0.04)
             calls_ = [
                 [replace(brought(r, call, 2, 60 + 7 * call), scales=None) for r in range(2)]
                 for call in range(8)
@@ -277,6 +278,34 @@ def test_a_node_that_is_slow_keeps_what_came_while_others_go_on() -> None:
 
 
 # ---- handles, halves, layouts ----
+
+
+@pytest.mark.parametrize("how", ["by its handle", "as the last one", "after rows of one's own"])
+def test_the_registered_buffer_may_be_filled_once_combine_has_returned(how: str) -> None:
+    """A dispatch combined several times: rank 0, for which rank 2 works, is done long before rank 1 has read
+    rank 0's rows, and fills its buffer again at once."""
+
+    def calls() -> None:
+        with join("gloo", 2) as comm, EpDispatchCombineOp(config_for(comm), comm) as op:
+            me = comm.rank
+            if me == 1:
+                op._runner._combiner._add_up_here = slowly(op._runner._combiner._add_up_here, 0.2)
+            given = [brought(r, 1, 4, 60) for r in range(4)]
+            given = [replace(part, scales=None) for part in given]
+            want, mine = reference.dispatch(given, EXPERTS_PER_RANK), given[me]
+            results = op.dispatch(mine.x, mine.weights, None, mine.ids, return_routing=how == "by its handle")
+            rows, handle = results[0][: want[me].count].clone(), results[5] if len(results) > 5 else None
+            for factor in (1, 2, 3):
+                if how == "after rows of one's own" and factor == 1:
+                    out, _ = op.combine(rows, None, mine.ids)
+                else:
+                    y = op.get_registered_combine_input_buffer(torch.bfloat16)
+                    y[: len(rows)] = rows * factor
+                    out, _ = op.combine(y, None, mine.ids, use_external_inp_buf=0, routing=handle)
+                sums = reference.combine(given, want, [r.rows * factor for r in want], EXPERTS_PER_RANK)
+                assert torch.equal(out[: len(mine.ids)], sums[me]), factor
+
+    run_ranks(calls, 4, timeout_s=60)
 
 
 def test_handles_replay_and_several_are_open() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -140,6 +141,97 @@ def test_the_registered_buffer_serves_several_open_dispatches_one_after_the_othe
                     assert not wrong_rows(out[:40], expected(given, EXPERTS)), turn
 
     mori_shmem.run_ranks(rank, 3)
+
+
+def slow_reader(op: EpDispatchCombineOp) -> None:
+    """Rank 1 reads what is to be added up long after the others have."""
+    combiner = op._runner._combiner
+    add_up = combiner._add_up
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.2)
+        add_up(*arguments)
+
+    if op.config.rank == 1:
+        combiner._add_up = late
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *itertools.product(KINDS, ("by its handle", "as the last one", "after rows of one's own")),
+        *itertools.product(("IntraNode", "IntraNodeLL"), ("elastic",)),
+    ],
+)
+def test_the_registered_buffer_may_be_filled_once_combine_has_returned(kind: str, how: str) -> None:
+    """A dispatch combined several times, with nothing open besides it."""
+
+    def rank() -> None:
+        with mori_shmem.init() as comm, made(comm, kind, elastic=how == "elastic") as op:
+            slow_reader(op)
+            given = fixture(comm.rank, 40, TOPK, EXPERTS, HIDDEN)
+            *results, count = op.dispatch(given.x, given.weights, None, given.ids)
+            handle = None
+            if how == "by its handle":
+                *results, count, handle = op.dispatch(
+                    given.x, given.weights, None, given.ids, return_routing=True
+                )
+            rows, weights, _, ids = results
+            n = int(count)
+            result = apply_experts(rows[:n], ids[:n], weights[:n], op.config)
+            for factor in (1, 2, 4):
+                if how == "after rows of one's own" and factor == 1:
+                    out, _ = op.combine(result, None, given.ids)
+                else:
+                    y = op.get_registered_combine_input_buffer(torch.bfloat16)
+                    y[:n] = result * factor
+                    out, _ = op.combine(y, None, given.ids, routing=handle, use_external_inp_buf=0)
+                assert not wrong_rows(out[:40], expected(given, EXPERTS) * factor), factor
+
+    mori_shmem.run_ranks(rank, 3)
+
+
+@every_kind
+def test_the_registered_buffer_serves_replays_that_are_combined_one_after_the_other(kind: str) -> None:
+    """Their dispatches were combined before: that says nothing of the replays."""
+
+    def rank() -> None:
+        with mori_shmem.init() as comm, made(comm, kind) as op:
+            slow_reader(op)
+            y = op.get_registered_combine_input_buffer(torch.bfloat16)
+            opened = []
+            for batch in range(2):
+                given = fixture(comm.rank + 3 * batch, 40, TOPK, EXPERTS, HIDDEN)
+                rows, weights, _, ids, count, handle = op.dispatch(
+                    given.x, given.weights, None, given.ids, return_routing=True
+                )
+                n = int(count)
+                opened.append((given, handle, apply_experts(rows[:n], ids[:n], weights[:n], op.config)))
+                op.combine(rows, None, given.ids, routing=handle)
+            for given, handle, _ in opened:
+                op.dispatch(given.x, None, None, given.ids, routing=handle)
+            for given, handle, result in opened:
+                y[: len(result)] = result
+                out, _ = op.combine(y, None, given.ids, routing=handle, use_external_inp_buf=0)
+                assert not wrong_rows(out[:40], expected(given, EXPERTS))
+
+    mori_shmem.run_ranks(rank, 3)
+
+
+@every_kind
+def test_the_registered_buffer_is_not_filled_while_its_rows_are_on_their_way(kind: str) -> None:
+    def rank() -> None:
+        with mori_shmem.init() as comm, made(comm, kind) as op:
+            given = fixture(comm.rank, 40, TOPK, EXPERTS, HIDDEN)
+            packed, *_ = op.dispatch_standard_moe(given.x, given.weights, None, given.ids)
+            y = op.convert_combine_input(packed)
+            op.combine_send(y, None, given.ids, use_external_inp_buf=0)
+            with pytest.raises(ArgumentError, match="Call combine_recv first"):
+                op.convert_combine_input(packed)
+            op.combine_recv()
+            op.convert_combine_input(packed)
+
+    mori_shmem.run_ranks(rank, 2)
 
 
 @every_kind

@@ -304,13 +304,14 @@ class EpDispatchCombineOp:
 
     def get_registered_combine_input_buffer(self, dtype: torch.dtype, hidden_dim: int = -1) -> torch.Tensor:
         """[recv capacity, hidden] of this rank's window, for combine without a copy: fill its first rows,
-        pass it to combine with use_external_inp_buf=0. It may be filled from the moment a dispatch has
-        returned."""
+        pass it to combine with use_external_inp_buf=0. It may be filled whenever no call is under way, so
+        also for a second combine right after a first. A combine of other rows overwrites it; on a GPU it may
+        then be filled once the next dispatch is over."""
         self._check_usable()
         hidden = self.config.hidden_dim if hidden_dim == -1 else hidden_dim
         checks.check_combine_dtype(self.config, self.dispatch_dtype, dtype)
         checks.check_hidden(self.config, hidden, dtype, "the buffer")
-        return self._runner.view("y", (self.config.recv_capacity, hidden), dtype)
+        return self._runner.lend_combine_input((self.config.recv_capacity, hidden), dtype)
 
     # ---- rows by expert ----
 
@@ -381,6 +382,11 @@ class EpDispatchCombineOp:
         returned; without them rows are added as they are."""
         self._check_usable()
         check_geometry_options(geometry)
+        if self._half == "combine_recv":
+            raise ArgumentError(
+                "convert_combine_input between the halves of a combine: it fills the buffer whose rows are "
+                "on their way. Call combine_recv first"
+            )
         checks.check_packed(self.config, self.comm.device, packed_recv_x)
         if weights is not None:
             checks.check_factors(self.config, self.comm.device, weights, self._spread_rows)

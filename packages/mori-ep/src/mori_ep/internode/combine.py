@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from mori_ep.internode.comm import NodesCommunicator, NodesWindow
 from mori_ep.internode.engine import Waits
 from mori_ep.internode.flags import NodeFlags
 from mori_ep.internode.layout import CHUNK_TOKENS, InterLayout, num_chunks
-from mori_ep.internode.routes import InterNodeRoutingHandle, InterRoutes
+from mori_ep.internode.routes import InterRoutes
 from mori_ep.layout import CALL_SHIFT
 from mori_ep.problem import WEIGHT_BYTES
 from mori_ep.targets import CombineCall, CombineShape
@@ -68,20 +67,24 @@ class InterCombiner:
         self._sums = torch.empty(tokens * config.row_bytes, dtype=torch.uint8)  # before they are quantised
         self._due: tuple[CombineLaunch, CombineCall, InterRoutes] | None = None
         self.calls = 0
-        self.open: weakref.WeakSet[InterNodeRoutingHandle] = weakref.WeakSet()  # not combined yet
+        self._lent = False  # as in targets/host/combine.py
 
     def prepare(self, shape: CombineShape) -> CombineLaunch:
         code = wire_for(self._config, shape.hidden, shape.dtype, self._scale_dim)
         quantised = self._config.quant_type != "none"
         return CombineLaunch(shape, KINDS[shape.dtype], code, quantised, sign_of(shape))
 
+    def lend_input(self) -> None:
+        """The caller gets y, to be filled from now on whenever no call is under way."""
+        if not self._lent and self._due is None:
+            self._flags.wait("finished", self.calls, "combine")
+        self._lent = True
+
     # ---- first half ----
 
     def send(self, launch: CombineLaunch, call: CombineCall, routes: InterRoutes) -> None:
         """My rows, and their weights, where the ranks of this node read them."""
         self._check(launch, call, routes)
-        if isinstance(call.routing, InterNodeRoutingHandle):
-            self.open.discard(call.routing)
         self.calls += 1
         self._flags.wait("finished", self.calls - 1, "combine")
         here, rows = self._layout.here, routes.num_received
@@ -133,7 +136,7 @@ class InterCombiner:
         self._marks.add("wait for partial sums")
         self._add_up(launch, call, routes)
         self._engine.quiet(Deadline(self._comm.timeout_s))  # what went out may be overwritten
-        if launch.shape.registered and len(self.open):
+        if self._lent:  # nobody reads my y any more
             self._flags.wait("finished", self.calls, "combine")
         self._marks.add("add up")
 

@@ -27,7 +27,8 @@ Combine c on rank r
   3. own_partial = the same for r's own tokens; finished[r] = c in the node
   4. wait for `combined` of every counterpart and the words of the chunks that r had sent
   5. result = for every token the sum of its nodes' partial rows, in the order of the first slots that name
-     the nodes, added in fp32 and rounded once; wait until r's puts are done
+     the nodes, added in fp32 and rounded once; wait until r's puts are done, and for finished >= c in the
+     node once y has been lent to the caller
 
 Who may overwrite what (what is in the node: as in targets/host/launch.py)
   headers_from, rows_from    Parity e & 1, put by a counterpart s in its dispatch e. s has had r's header of
@@ -119,9 +120,7 @@ class Runner(NodeRunner):
 
     def routing(self) -> EpDispatchRoutingHandle:
         positions = self.view("out_positions", (self._config.recv_capacity,), torch.int32)
-        handle = handle_of(self._config, self._dispatcher.routes, positions)  # type: ignore[arg-type]
-        self._combiner.open.add(handle)
-        return handle
+        return handle_of(self._config, self._dispatcher.routes, positions)  # type: ignore[arg-type]
 
     def count_experts(self, counts: torch.Tensor) -> None:
         config = self._config

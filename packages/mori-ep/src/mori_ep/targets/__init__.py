@@ -100,6 +100,10 @@ class Runner(Protocol):
 
     def combine_recv(self) -> None: ...
 
+    def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The region y, for a caller who fills it whenever no call is under way: from now on no combine that
+        reads it ends before all ranks have read."""
+
     def routing(self) -> EpDispatchRoutingHandle:
         """A copy of the maps of the last dispatch."""
 

@@ -9,8 +9,8 @@
 //   entered[source]    source has begun combine e: it has finished reading what it pulled in e - 1
 //   ready[source]      rows and weights of source may be read. Where they are copied to the window first (`stages`, or
 //                      weights, or a quantised transport) that happens between entered and ready.
-//   finished[source]   source has read all it needs of this combine; used where `guard` is set: a caller who fills the
-//                      registered buffer again before the next dispatch must not do so under a peer's eyes
+//   finished[source]   source has read all it needs of this combine; used where `guard` is set, on all ranks alike: with
+//                      rows in the registered buffer, which the caller may fill again as soon as combine is over
 // All grow: they hold the number of the call. Packet slots exist twice by parity of e; `entered` of all ranks ends a
 // combine, so a slot of e is not written for e + 2 before it has been read.
 #include "elements.cuh"

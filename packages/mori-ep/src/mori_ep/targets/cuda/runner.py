@@ -81,7 +81,7 @@ class Runner:
         self._launches: list[DispatchLaunch | CombineLaunch] = []
         self._last: DispatchLaunch | CombineLaunch | None = None
         self._tokens = 0  # of the last dispatch
-        self._since_combine = 0  # dispatches since the last combine
+        self._copied_in = False  # the last combine copied rows into y, and no dispatch has come since: read?
         self._alive = (1 << config.world_size) - 1
 
     def _blocks(self) -> int:
@@ -127,8 +127,7 @@ class Runner:
         self._tokens = launch.launch(
             self._stream(), x, weights, scales, indices, again, geometry, phases, homeward
         )
-        self._last = launch
-        self._since_combine += 1
+        self._last, self._copied_in = launch, False
 
     def dispatch_send(self, launch: DispatchLaunch, call: DispatchCall) -> None:
         """With AsyncLL, the kernel's sending half. Many tokens wait for the counts of all in this half."""
@@ -141,13 +140,18 @@ class Runner:
     def combine(self, launch: CombineLaunch, call: CombineCall, phases: int = BOTH) -> None:
         """One kernel on the current stream."""
         rows, weights, num_tokens, routing, geometry = call
-        # The next dispatch tells that peers have read my rows; other uses than one combine a dispatch cannot
-        # count on it.
-        guard = self._since_combine != 1 and launch.shape.registered
+        registered = launch.shape.registered
+        if registered and self._copied_in:
+            raise ArgumentError(
+                "use_external_inp_buf=0 right after a combine of rows of your own: those were copied into "
+                "the registered buffer, and other ranks may still read them there. Dispatch between the two, "
+                "or give this one rows of your own too"
+            )
         maps = self._maps if routing is None else _maps_of(routing)
-        launch.launch(self._stream(), rows, weights, num_tokens, maps, guard, geometry, phases)
-        self._last = launch
-        self._since_combine = 0
+        # A dispatch would tell that peers have read my rows, but nothing says that one comes before the
+        # caller fills the buffer again: every registered combine is guarded.
+        launch.launch(self._stream(), rows, weights, num_tokens, maps, registered, geometry, phases)
+        self._last, self._copied_in = launch, not registered
 
     def combine_send(self, launch: CombineLaunch, call: CombineCall) -> None:
         """With AsyncLL, the kernel's sending half."""
@@ -156,6 +160,9 @@ class Runner:
     def combine_recv(self) -> None:
         """The receiving half, with the arguments of the sending one."""
         self._receive()
+
+    def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.view("y", shape, dtype)  # combines of it are guarded, whoever holds it
 
     def _receive(self) -> None:
         stream = self._stream()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import mori_shmem
@@ -15,7 +14,6 @@ from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.layout import CALL_SHIFT, Layout
 from mori_ep.plan import Plan, Way
 from mori_ep.problem import WEIGHT_BYTES
-from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import FP8_COMBINE_SCALE_DIM
 from mori_ep.targets import CombineCall, CombineShape
 from mori_ep.targets.host.dispatch import NOT_HERE
@@ -65,7 +63,7 @@ class Combiner:
         self._weight_code = RowCode("fp32", config.num_experts_per_token)
         self._due: tuple[CombineLaunch, CombineCall, Routes] | None = None
         self.calls = 0
-        self.open: weakref.WeakSet[EpDispatchRoutingHandle] = weakref.WeakSet()  # not combined yet
+        self._lent = False  # the registered buffer: its caller may fill it between any two calls
 
     def _mine(self, offset_bytes: int) -> int:
         return self._bases[self._me] + offset_bytes
@@ -75,11 +73,24 @@ class Combiner:
         quantised = self._config.quant_type != "none"
         return CombineLaunch(shape, wire, wire.nbytes, KINDS[shape.dtype], quantised, sign_of(shape))
 
+    def lend_input(self) -> None:
+        """The caller gets y, to be filled from now on whenever no call is under way."""
+        if not self._lent and self._due is None:
+            self._await_readers()
+        self._lent = True
+
+    def _await_readers(self) -> None:
+        """Until nobody reads my y any more: by QUEUES only my own queues do."""
+        if self._plan.combine is not Way.QUEUES:
+            self._flags.wait("finished", self.calls, "combine")
+            return
+        for peer in range(self._comm.world_size):
+            for index in range(self._plan.num_queues if peer != self._me else 0):
+                self._comm.queue(peer, index).quiet()
+
     def send(self, launch: CombineLaunch, call: CombineCall, routes: Routes) -> None:
         """Stage this rank's rows; by QUEUES put them on their way."""
         self._check(launch, call, routes)
-        if call.routing is not None:
-            self.open.discard(call.routing)
         self.calls += 1
         self._flags.wait("finished", self.calls - 1, "combine")
         self._stage(launch, call, routes)
@@ -107,8 +118,8 @@ class Combiner:
         self._add_up(launch, call, routes)
         self._flags.set("finished", self.calls)
         self._marks.add("add up")
-        if launch.shape.registered and len(self.open):  # y may be filled again, with no dispatch in between
-            self._flags.wait("finished", self.calls, "combine")
+        if self._lent:
+            self._await_readers()
 
     # ---- first half ----
 

@@ -28,10 +28,10 @@ Who may overwrite what. "p entered e" means that r has seen entered[p] >= e.
                     enters e - 1 after it has read what came with e - 2. A rank makes the second half of a
                     call before the first half of the next.
   y of r            Written by r. Readers have finished c - 1: looked at in combine for rows that are copied,
-                    and at the end of dispatch for a caller who fills the registered buffer. If other
-                    dispatches are still open when a registered buffer is combined, the caller may go on to
-                    fill it for the next of them without a dispatch in between: then combine itself ends by
-                    waiting for finished >= c.
+                    and at the end of dispatch. Once y has been lent to the caller (the registered buffer),
+                    also at the end of combine c, for finished >= c: a dispatch may be combined any number of
+                    times and in any order with others, so the caller may fill y without a dispatch between,
+                    and nothing tells in advance that this will not be. The first loan itself waits likewise.
   returned_rows     Parity c & 1, like blocks.
 Flags have one writer and only grow. Every call, with 0 tokens too, sets every flag at every rank.
 
@@ -105,9 +105,7 @@ class Runner:
 
     def routing(self) -> EpDispatchRoutingHandle:
         positions = self.view("out_positions", (self._config.recv_capacity,), torch.int32)
-        handle = self._dispatcher.routes.handle(positions)
-        self._combiner.open.add(handle)
-        return handle
+        return self._dispatcher.routes.handle(positions)
 
     def received_rows(self) -> int:
         return self._dispatcher.routes.num_received
@@ -135,6 +133,10 @@ class Runner:
         self._experts.gather(packed, weights, into)
 
     # ---- combine ----
+
+    def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._combiner.lend_input()
+        return self.view("y", shape, dtype)
 
     def prepare_combine(self, shape: CombineShape) -> CombineLaunch:
         return self._combiner.prepare(shape)
