@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
+
+KERNELS = re.compile(r"test_(rocm|cuda|compile|triton)")
 
 
 def num_nvidia_gpus() -> int:
@@ -31,15 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that is marked gpu runs on NVIDIA's, or, in a file named for rocm, on AMD's; what else is in
-    such a file runs on the software node, or checks code for it, and is marked node."""
+    """A test that is marked gpu runs on NVIDIA's, or, in a file named for rocm, on AMD's. Files named for
+    kernels are marked so: their other tests compile those, or run them on the software node or emulated."""
     limit = config.getoption("--num-gpus")
     counts = {"NVIDIA": num_nvidia_gpus(), "AMD": num_amd_gpus()}
     for item in items:
         mark = item.get_closest_marker("gpu")
         vendor = "AMD" if "rocm" in item.path.name else "NVIDIA"
-        if vendor == "AMD" and mark is None:
-            item.add_marker(pytest.mark.node)
+        if KERNELS.match(item.path.name):
+            item.add_marker(pytest.mark.kernels)
         here = counts[vendor]
         usable = here if limit is None else min(limit, here)
         if mark is not None and mark.args[0] > usable:

@@ -25,7 +25,8 @@ nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["lint", f"tests-{THIS_PYTHON}"]
 
-WITH_ROCM = [p for p in PACKAGES if list(ROOT.glob(f"packages/{p}/tests/test_rocm*.py"))]
+WITH_KERNELS = [p for p in PACKAGES if list(ROOT.glob(f"packages/{p}/tests/test_cuda*.py"))]
+NODE = {"mori-shmem": ["--group=sim"], "mori-gemm-ar": ["--group=sim"]}  # rocm: brings the software node
 # Most tests wait for processes to start or for each other. A file stays in one worker: its tests share ranks.
 IN_PARALLEL = ["-n", str(min(4, os.cpu_count() or 1)), "--dist=loadfile"]
 
@@ -68,15 +69,15 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, with what it declares and nothing else."""
     sync(session, f"--package={package}", "--all-extras", "--group=dev")
-    session.run("pytest", "-m", "not node", *IN_PARALLEL, f"packages/{package}/tests", *session.posargs)
+    session.run("pytest", "-m", "not kernels", *IN_PARALLEL, f"packages/{package}/tests", *session.posargs)
 
 
 @nox.session(python=PYTHONS)
-@nox.parametrize("package", WITH_ROCM, ids=WITH_ROCM)
-def node(session: nox.Session, package: str) -> None:
-    """A package's rocm target on the software node: its real gfx950 kernels and SDMA packets, on any CPU."""
-    sync(session, f"--package={package}", "--all-extras", "--group=dev", "--group=sim")
-    session.run("pytest", "-m", "node", *IN_PARALLEL, f"packages/{package}/tests", *session.posargs)
+@nox.parametrize("package", WITH_KERNELS, ids=WITH_KERNELS)
+def kernels(session: nox.Session, package: str) -> None:
+    """GPU kernels without a GPU: gfx950 code and SDMA packets on the software node, CUDA emulated."""
+    sync(session, f"--package={package}", "--all-extras", "--group=dev", *NODE.get(package, ()))
+    session.run("pytest", "-m", "kernels", *IN_PARALLEL, f"packages/{package}/tests", *session.posargs)
 
 
 def gpu_tests(session: nox.Session, num_gpus: int) -> None:

@@ -105,6 +105,7 @@ def test_the_trial_makes_four_calls_of_each_mode(capfd: pytest.CaptureFixture[st
         (["--mode", "ldsw,ldsw"], "each once"),
         (["--topk", "3", "--routing", "rank-balanced-hot"], "3 experts are on as many ranks, there are 2"),
         (["--hot-bias", "2"], "--hot-bias 2.0 with --routing uniform"),
+        (["--hot-bias", "nan", "--routing", "hot-rank0"], "--hot-bias nan: a finite number"),
         (["--routing", "nowhere"], "invalid choice: 'nowhere'"),
         (["--tokens", "1", "--break", "swap_row_tiles"], "--break needs two tokens"),
         (["--tokens", "0", "--picture", "x.svg"], "without tokens there is nothing to draw"),

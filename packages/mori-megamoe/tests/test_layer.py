@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from mori_bench import Trace
 from mori_megamoe import MegaMoE, mx, plan
 from mori_megamoe.reference import RankInput, Result
 from mori_megamoe.testing import Toy, same_bytes, wrong_rows
+from mori_shmem.errors import ArgumentError, LayoutError
 
 Calls = Sequence[Sequence[RankInput]]  # for each call, what every rank gives
 
@@ -279,6 +282,48 @@ def test_weights_that_are_swapped_between_calls() -> None:
             assert same_bytes(moe(*inputs[comm.rank]), want[comm.rank].out)
 
     mori_shmem.run_ranks(rank, 2)
+
+
+def test_weights_that_are_refused_leave_those_before() -> None:
+    toy = Toy(1)
+    (given,) = toy.inputs((9,))
+    with mori_shmem.init(rank=0, world_size=1) as comm, toy.layer(comm) as moe:
+        with pytest.raises(LayoutError, match="w1 is on meta"):
+            moe.weights = type(moe.weights)(*(part.to("meta") for part in moe.weights))
+        assert same_bytes(moe(*given), toy.reference([given])[0].out)
+
+
+class Routed(torch.autograd.Function):
+    """A router's step whose graph holds on to something large."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor) -> torch.Tensor:
+        ctx.activations = Toy(1)
+        return weights.clone()
+
+
+def test_nothing_of_a_routers_graph_is_kept() -> None:
+    toy = Toy(1)
+    (given,) = toy.inputs((9,))
+    x, weights, ids = given
+    with mori_shmem.init(rank=0, world_size=1) as comm, toy.layer(comm) as moe:
+        routed = Routed.apply(weights.clone().requires_grad_())
+        kept = weakref.ref(routed.grad_fn.activations)
+        assert not moe(x, routed, ids).requires_grad
+        del routed
+        gc.collect()
+        assert kept() is None
+
+
+def test_a_stage_belongs_to_one_layer() -> None:
+    toy = Toy(1)
+    with (
+        mori_shmem.init(rank=0, world_size=1) as comm,
+        toy.layer(comm) as a,
+        toy.layer(comm) as b,
+        pytest.raises(ArgumentError, match="this direct stage is another layer's"),
+    ):
+        b.replace_stage1(a.stage1)
 
 
 def test_two_layers_on_one_communicator_and_one_that_brings_its_own() -> None:

@@ -34,6 +34,14 @@ def test_the_accuracy_gate(partials: str, limit: float) -> None:
         assert 1e-3 < reference.rel_l2(got.out, want) < reference.ACCURACY_GATE
 
 
+def test_what_is_not_finite_is_near_nothing() -> None:
+    nan, zero, one = torch.tensor([float("nan"), 1.0]), torch.zeros(2), torch.ones(2)
+    assert reference.rel_l2(zero, zero) == 0
+    assert reference.rel_l2(one, zero) == float("inf")
+    for got, want in ((nan, nan), (one, nan), (nan, one)):
+        assert not reference.rel_l2(got, want) <= reference.ACCURACY_GATE
+
+
 def test_each_routed_row_on_its_own_gives_the_same_bytes() -> None:
     """One token at a time, one slot at a time."""
     toy = Toy(num_ranks=2)

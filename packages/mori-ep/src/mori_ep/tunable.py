@@ -41,7 +41,7 @@ from mori_tune.spaces.ep import INTRA_WARPS
 from mori_ep.config import QUANT_TYPES, EpDispatchCombineKernelType
 from mori_ep.grids import Grid, combine_grid, dispatch_grid
 from mori_ep.keys import query_for
-from mori_ep.plan import Geometry
+from mori_ep.rules import geometry_of
 
 PACKAGE = "mori_ep"
 PHASES = ("dispatch", "combine")
@@ -249,16 +249,10 @@ def host_way(problem: Problem) -> str:
     return "yes" if few else "no"
 
 
-def geometry_of(values: Mapping[str, Any]) -> Geometry:
-    """A candidate as the op takes it."""
-    way = {"no": 0, "yes": 1}.get(str(values.get("low_latency")), -1)
-    blocks, network, warps = (int(values[name]) or -1 for name in EP_DISPATCH.params)
-    return Geometry(blocks, network, warps, way)
-
-
 def grids_of(problem: Problem, values: Mapping[str, Any], resident: int) -> tuple[Grid, Grid]:
     """What the cuda target launches for a candidate, in both phases."""
-    asked, tokens, topk = geometry_of(values), number(problem, "tokens"), number(problem, "topk")
+    asked = geometry_of(values, "a candidate")
+    tokens, topk = number(problem, "tokens"), number(problem, "topk")
     few = asked.low_latency == 1
     row_bytes = hidden_of(problem, "dispatch") * BYTES[str(problem["dtype"])]
     words = number(problem, "scale_dim") + 2 * topk  # scales, ids and weights go along

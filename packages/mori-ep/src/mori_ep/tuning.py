@@ -29,7 +29,8 @@ from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_ep.op import EpDispatchCombineOp
 from mori_ep.plan import Geometry
 from mori_ep.reference import bytes_of
-from mori_ep.tunable import PHASES, across_nodes, geometry_of, hidden_of, number
+from mori_ep.rules import geometry_of
+from mori_ep.tunable import PHASES, across_nodes, hidden_of, number
 
 NUM_TURNS = 2  # sets of rows: a call that does nothing would leave the other set's result
 PAIRS = 5  # of a round on a GPU; the first is dropped
@@ -150,7 +151,7 @@ class Session:
         )
 
     def make(self, by_phase: Mapping[str, Candidate]) -> Trial:
-        geometry = {phase: geometry_of(by_phase[phase].as_dict()) for phase in PHASES}
+        geometry = {phase: geometry_of(by_phase[phase].as_dict(), f"{phase}'s candidate") for phase in PHASES}
         try:
             op = self._made(geometry)
         except (ArgumentError, UnsupportedShape) as refusal:

@@ -108,7 +108,7 @@ class MegaMoE:
         try:
             checks.check_place(comm, rank, world_size)
             self._target = target_for(comm.backend)
-            self._check_weights_are_here()
+            self._check_are_here(self._weights)
             self.values.check_same(comm.rank, comm.all_gather)
             checks.compare_ranks(comm, {**asdict(problem), "fanout_masks": tuple(fanout_masks)})
             self._construct(pairs)
@@ -220,22 +220,27 @@ class MegaMoE:
 
     @weights.setter
     def weights(self, given: StoredWeights) -> None:
-        self._weights = stored_weights(StoredWeights(*given), self.problem)
-        self._check_weights_are_here()
+        self._check_usable()
+        weights = stored_weights(StoredWeights(*given), self.problem)
+        self._check_are_here(weights)
+        self._weights = weights
 
     def replace_stage1(self, stage: Stage1) -> Stage1:
         """Collective: from the next call on, Stage1 is done by `stage`. Returns the one before, still
         open."""
-        self._check_usable()
-        names = self.comm.all_gather(stage.name)
-        if len(set(names)) > 1:
-            raise ArgumentError(f"the ranks bring different stages: {names}, in rank order")
-        self._open(stage)
-        previous, self.stage1 = self.stage1, stage
+        with self._alone():
+            self._check_usable()
+            names = self.comm.all_gather(stage.name)
+            if len(set(names)) > 1:
+                raise ArgumentError(f"the ranks bring different stages: {names}, in rank order")
+            self._open(stage)
+            previous, self.stage1 = self.stage1, stage
         return previous
 
     def _open(self, stage: Stage1) -> None:
         if stage not in self._stages:
+            if getattr(stage, "runner", self._runner) is not self._runner:
+                raise ArgumentError(f"this {stage.name} stage is another layer's: make one for each layer")
             stage.open(self._runner)
             self._stages.append(stage)
 
@@ -286,27 +291,33 @@ class MegaMoE:
         checks.check_shape("wts", wts, torch.float32, (n, problem.topk), device)
         checks.check_shape("topk_ids", ids, torch.int32, (n, problem.topk), device)
         self._target.check_ids(ids, problem, mask=mask)
+        rows, wts = rows.detach(), wts.detach()  # there is no way back: nothing of a graph is kept
         if scales is None:
             return Call(rows, None, None, wts, ids, self._weights)
         checks.check_shape("scales", scales, torch.uint8, (n, problem.model_scales), device)
         return Call(None, rows.view(torch.uint8), scales, wts, ids, self._weights)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One call at a time; what goes wrong inside ends the layer, since rows and flags are under way."""
+    def _alone(self) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
             raise MoriError(
                 "this layer is in a call already, on another thread: make calls one after the other"
             )
         try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time; what goes wrong inside ends the layer, since rows and flags are under way."""
+        with self._alone():
             self._check_usable()
             try:
                 yield
             except BaseException as error:
                 self._broken = error
                 raise
-        finally:
-            self._lock.release()
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -318,6 +329,6 @@ class MegaMoE:
                 "layer"
             )
 
-    def _check_weights_are_here(self) -> None:
-        for name, part in zip(StoredWeights._fields, self._weights, strict=True):
+    def _check_are_here(self, weights: StoredWeights) -> None:
+        for name, part in zip(StoredWeights._fields, weights, strict=True):
             checks.check_memory(name, part, self.comm.device)

@@ -80,9 +80,9 @@ def dense(
 
 
 def rel_l2(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative L2 distance; of nothing, 0."""
-    norm = torch.linalg.norm(want.double())
-    return float(torch.linalg.norm(got.double() - want.double()) / norm) if norm > 0 else 0.0
+    """Relative L2 distance; 0 of equal ones, inf or NaN if `want` is zero or one of the two is not finite."""
+    apart, norm = torch.linalg.norm(got.double() - want.double()), torch.linalg.norm(want.double())
+    return 0.0 if apart == 0 else float(apart / norm)
 
 
 def valid_slots(ids: torch.Tensor, problem: Problem) -> torch.Tensor:

@@ -49,12 +49,16 @@ struct DeviceWindow {
     if (!mapping) throw Error("closed", {{"what", std::string("window")}});
     return *mapping;
   }
-  int export_fd() {
+  void only_if_created() {
     open();
+    if (!created) throw std::invalid_argument("this window maps memory of others: it has no handle of its own");
+  }
+  int export_fd() {
+    only_if_created();
     return created->export_fd();
   }
   void import_peers(const std::vector<int>& fds) {
-    open();
+    only_if_created();
     created->import_peers(fds);
     device->space.add(mapping);
   }

@@ -90,6 +90,9 @@ ImportedWindow::ImportedWindow(int ordinal, int rank_, const Pieces& mine, const
   try {
     for (size_t r = 0; r < ranks.size(); ++r) {
       const bool own = static_cast<int>(r) == rank;
+      if (!own && ranks[r].fds.size() != ranks[r].sizes.size())
+        throw std::invalid_argument("rank " + std::to_string(r) + " has " + std::to_string(ranks[r].sizes.size()) +
+                                    " pieces, but " + std::to_string(ranks[r].fds.size()) + " descriptors came");
       uint64_t at = base - ranks[r].lead + r * stride;
       for (size_t i = 0; i < ranks[r].sizes.size(); ++i) {
         map(at, own ? mine.handles()[i] : import_fd(ranks[r].fds[i]), ranks[r].sizes[i], !own);

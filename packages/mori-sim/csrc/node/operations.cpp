@@ -1,5 +1,6 @@
 // What a stream does besides kernels: copies, fills, values written and waited for, host calls, events.
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -50,10 +51,11 @@ void Node::fill(Stream* stream, uint64_t to, uint64_t value, unsigned width, uin
       const auto waves_held = hold_waves();
       auto* out = reinterpret_cast<uint8_t*>(to);
       const uint64_t nbytes = count * width;  // zeroed, large memory that nobody touches has no pages
-      const bool given_back = value == 0 && nbytes >= kSparseBytes && madvise(out, nbytes, MADV_REMOVE) == 0;
-      if (!given_back && width == 1) std::memset(out, static_cast<int>(value), count);
-      else if (!given_back)
-        for (uint64_t i = 0; i < count; ++i) std::memcpy(out + i * width, &value, width);
+      uint64_t done = value == 0 && nbytes >= kSparseBytes ? nbytes - nbytes % sysconf(_SC_PAGESIZE) : 0;
+      if (done > 0 && madvise(out, done, MADV_REMOVE) != 0) done = 0;
+      if (width == 1) std::memset(out + done, static_cast<int>(value), nbytes - done);
+      else
+        for (uint64_t at = done; at < nbytes; at += width) std::memcpy(out + at, &value, width);
       writes("host", device, to, nbytes, "hipMemset");
       return true;
     };

@@ -67,6 +67,12 @@ def memory():
     assert back.raw == data
     raises(1, "hipMemcpy", c_void_p(a), c_void_p(b + 1), c_size_t(1000), 3)  # one byte too far
     raises(1, "hipMemset", c_void_p(a + 999), 0, c_size_t(2))
+    large, zeroed = hip.malloc(66 << 20), (64 << 20) + 100  # the last page of a large fill is not all of it
+    hip.call("hipMemset", c_void_p(large), 7, c_size_t(66 << 20))
+    hip.call("hipMemset", c_void_p(large), 0, c_size_t(zeroed))
+    hip.synchronize()
+    assert bytes(hip.view(large, 66 << 20)) == bytes(zeroed) + b"\7" * ((66 << 20) - zeroed)
+    hip.free(large)
     base, nbytes = c_void_p(), c_size_t()
     hip.call("hipMemGetAddressRange", byref(base), byref(nbytes), c_void_p(a + 500))
     assert (base.value, nbytes.value) == (a, 1000)

@@ -12,6 +12,7 @@ one-rank-idle       uniform over the experts of all ranks but the last, which re
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import mori_bench
@@ -37,6 +38,8 @@ def check(routing: str, bias: float | None, problem: Problem) -> float:
     """The bias; raises ValueError for what could not be made."""
     if bias is not None and routing not in BIASES:
         raise ValueError(f"--hot-bias {bias} with --routing {routing}: it is for {', '.join(BIASES)}")
+    if bias is not None and not math.isfinite(bias):
+        raise ValueError(f"--hot-bias {bias}: a finite number")
     if routing.startswith("rank-"):
         if problem.topk > problem.num_ranks:
             raise ValueError(

@@ -24,8 +24,10 @@ class DirectStores(Stage1):
         """My rows of one segment, with scales and headers."""
         mine = launch.routes.rows_of(segment_id(self.runner.problem, rank, number))
         token = launch.routes.token[mine]
-        if not len(token) or launch.x_q is None or launch.x_scales is None:
+        if not len(token):
             return
+        assert launch.x_q is not None, "this stage does not quantise, so prepare has"
+        assert launch.x_scales is not None
         self.runner.wait_ready(launch, rank)
         at = launch.plans[rank].landing_row(launch.rank, number)
         there = slice(at, at + len(token))
