@@ -237,10 +237,10 @@ class OnCpu:
 
 
 def on_cpu_module(variant: Any, kernels: dict[str, str]) -> Any:
-    folder = Path(tempfile.mkdtemp(prefix="mori-ep-on-cpu-"))
-    library = emulator.Library(
-        dict(variant.source.files), variant.source.name, variant.flags, kernels, folder
-    )
+    with tempfile.TemporaryDirectory(prefix="mori-ep-on-cpu-") as folder:
+        library = emulator.Library(
+            dict(variant.source.files), variant.source.name, variant.flags, kernels, Path(folder)
+        )
     return SimpleNamespace(function=lambda name: functools.partial(library.run, name))
 
 

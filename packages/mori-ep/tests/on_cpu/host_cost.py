@@ -52,11 +52,11 @@ class Last(ctypes.Structure):
 
 def build() -> ctypes.CDLL:
     """The driver that does nothing but note launches. Needs a C compiler."""
-    folder = Path(tempfile.mkdtemp(prefix="mori-ep-host-cost-"))
-    (folder / "driver.c").write_text(C_DRIVER)
-    command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(folder / "driver.so"), str(folder / "driver.c")]
-    subprocess.run(command, check=True)
-    library = ctypes.CDLL(str(folder / "driver.so"))
+    with tempfile.TemporaryDirectory(prefix="mori-ep-host-cost-") as folder:
+        source, made = f"{folder}/driver.c", f"{folder}/driver.so"
+        Path(source).write_text(C_DRIVER)
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", made, source], check=True)
+        library = ctypes.CDLL(made)
     for name in ("cuLaunchKernelEx", "cuMemsetD32Async"):
         getattr(library, name).argtypes = driver._SIGNATURES[name]
     return library
