@@ -81,6 +81,10 @@ def test_every_launch_has_the_arguments_of_its_call(library: ctypes.CDLL) -> Non
             for name, region in (("table", "table"), ("source", "out_positions"), ("count", "recv_count")):
                 assert getattr(p, name) == base + getattr(layout, region).offset_bytes
             assert p.meta == base + layout.meta.offset_bytes
+        with pytest.raises(ArgumentError, match="right after a combine of rows of your own"):
+            op.combine(y, None, ids, use_external_inp_buf=0)
+        op.dispatch_send(x, weights, scales, ids)
+        op.dispatch_recv()
         with pytest.raises(ArgumentError, match="not the registered buffer"):
             op.combine(y, None, ids, use_external_inp_buf=0)
         odd = torch.zeros(7168 * 9, dtype=torch.uint8)[1 : 1 + 7168 * 8].view(8, 7168)

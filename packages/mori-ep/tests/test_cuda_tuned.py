@@ -8,6 +8,7 @@ from cuda_node import BF16, CPU_BLOCKS, CPU_PACKET_TOKENS, Node, OnCpu, make_inp
 from mori_ep import tunable
 from mori_ep.grids import MOST_THREADS
 from mori_ep.plan import FewTokens, Geometry
+from mori_ep.rules import geometry_of
 from mori_ep.targets.cuda import limits
 from mori_ep.tunable import TUNABLE
 from mori_tune import Candidate, Device, Problem
@@ -73,7 +74,7 @@ def test_a_candidate_is_launched_as_the_tuner_counts_it(device: str) -> None:
     for way in ("yes", "no"):
         for warps in (1, 4, 12, 16):
             chosen = {"block_num": 2, "rdma_block_num": 0, "warp_per_block": warps, "low_latency": way}
-            asked = tunable.geometry_of(chosen)
+            asked = geometry_of(chosen, "chosen")
             launched = launched_for(node, 40, dict.fromkeys(tunable.PHASES, asked))
             counted = tunable.grids_of(problem, chosen, CPU_BLOCKS)
             for phase, grid in zip(tunable.PHASES, counted, strict=True):
