@@ -245,8 +245,8 @@ MUTATIONS: dict[str, tuple[str, list[Change]]] = {
         [
             (
                 "queue.py",
-                "        behind = target - load_system(queue.words + words.DONE, fx.Int32)\n        deadline",
-                "        behind = fx.Int32((end - load_system(queue.rptr)) >> 5)\n        deadline",
+                "        behind = target - load_system(queue.words + words.DONE, fx.Int32)\n        over",
+                "        behind = fx.Int32((end - load_system(queue.rptr)) >> 5)\n        over",
             ),
             (
                 "queue.py",
