@@ -12,6 +12,7 @@ import time
 import mori_shmem
 import pytest
 from mori_shmem.errors import ArgumentError, RankFailed, RunTimeout
+from mori_shmem.launch import preload
 from mori_shmem.testing import die, run_ranks_to_the_end
 
 HERE = os.getpid()
@@ -301,3 +302,14 @@ def test_torch_is_imported_once_for_all_ranks() -> None:
     for found, took_s in mori_shmem.run_ranks(rank, 8):
         assert found
         assert took_s < 0.1
+
+
+def test_modules_named_for_it_are_there_before_the_ranks_are() -> None:
+    """The next run has them, also where a server was running; one that is broken is the rank's to report."""
+
+    def rank() -> list[str]:
+        return [name for name in ("wave", "no_such_module") if name in sys.modules]
+
+    assert mori_shmem.run_ranks(rank, 2) == [[], []]
+    preload("wave", "no_such_module")
+    assert mori_shmem.run_ranks(rank, 2) == [["wave"], ["wave"]]

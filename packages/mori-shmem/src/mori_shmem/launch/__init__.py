@@ -29,9 +29,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mori_shmem.errors import ArgumentError
-from mori_shmem.launch.client import Outcome, first_failure, run_job
+from mori_shmem.launch.client import Outcome, first_failure, preload, run_job
 
-__all__ = ["Outcome", "run_ranks", "run_ranks_to_the_end", "started_by_launcher"]
+__all__ = ["Outcome", "preload", "run_ranks", "run_ranks_to_the_end", "started_by_launcher"]
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from mori_shmem.launch.pickling import dumps_for_ranks, loads
 from mori_shmem.variables import SOCKET_IFNAME, TABLE
 
 _GOODBYE_S = 5.0  # the supervisor needs at most two seconds
-_BOOT = "import sys; sys.path[:] = {path!r}; from mori_shmem.launch.server import serve; serve({fd})"
+_BOOT = "import sys; sys.path[:] = {path!r}; from mori_shmem.launch.server import serve; serve({fd}, {modules})"
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,15 @@ class _Server:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._modules: list[str] = []
+
+    def preload(self, names: Sequence[str]) -> None:
+        """A server that lacks one of these makes way for another."""
+        with self._lock:
+            new = [name for name in names if name not in self._modules]
+            if new:
+                self._modules = [*self._modules, *new]
+                self._stop()
 
     def request_run(self, connection: socket.socket) -> None:
         """Have a supervisor forked. It takes its job from `connection` and writes to our stdout and
@@ -208,8 +217,10 @@ class _Server:
             )
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            path = [str(p) for p in sys.path]
+            boot = _BOOT.format(path=path, fd=theirs.fileno(), modules=self._modules)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(path=[str(p) for p in sys.path], fd=theirs.fileno())],
+                [sys.executable, "-c", boot],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={"OMP_NUM_THREADS": "1", **os.environ},
@@ -235,6 +246,12 @@ class _Server:
             self._process.returncode = 0  # not our child: nothing to wait for
         atexit.unregister(self._stop)
         self.__init__()  # type: ignore[misc]
+
+
+def preload(*names: str) -> None:
+    """Have these modules imported in the process that ranks are forked from, once, as torch is. They must
+    not start threads. What cannot be imported there is left to the rank that needs it."""
+    _server.preload(names)
 
 
 _server = _Server()

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import socket
 import time
 import warnings
+from collections.abc import Sequence
 
 from mori_shmem.launch import supervisor
 
 _FAREWELL_S = 5.0  # a supervisor needs at most 2 s to end its ranks
 
 
-def serve(control_fd: int) -> None:
+def serve(control_fd: int, modules: Sequence[str] = ()) -> None:
     """Fork a supervisor for each request, until the caller is gone."""
-    _preload()
+    _preload(modules)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with socket.socket(fileno=control_fd) as control:
         while True:
@@ -38,7 +40,7 @@ def serve(control_fd: int) -> None:
         time.sleep(0.01)
 
 
-def _preload() -> None:
+def _preload(modules: Sequence[str]) -> None:
     """Import once what every rank needs; the forked ranks share the pages."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -47,6 +49,9 @@ def _preload() -> None:
 
         with contextlib.suppress(Exception):  # a broken native part is for the rank that needs it to report
             import mori_shmem.comm  # noqa: F401
+        for name in modules:
+            with contextlib.suppress(Exception):  # likewise
+                importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every page
 
