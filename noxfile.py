@@ -101,32 +101,44 @@ def test_2gpu(session: nox.Session) -> None:
 @nox.session(python=PYTHONS, reuse_venv=False)
 def build(session: nox.Session) -> None:
     """sdist -> wheel -> clean environment for each package -> import -> smoke run -> uninstall."""
-    dist = Path(session.create_tmp(), "dist")
+    tmp = Path(session.create_tmp()).resolve()
+    dist, away = tmp / "dist", tmp / "away"
+    away.mkdir(exist_ok=True)
     session.run_install(
         *["uv", "build", "--all-packages", f"--python={session.python}", f"--out-dir={dist}", "--clear"],
         external=True,
     )
-    away = Path(session.create_tmp(), "away")
-    away.mkdir(exist_ok=True)
     for package in PACKAGES:
         (wheel,) = dist.glob(f"{package.replace('-', '_')}-*.whl")
-        env = away / package
-        shutil.rmtree(env, ignore_errors=True)
-        session.run("uv", "venv", "-q", f"--python={session.python}", str(env), external=True)
-        vars_ = {"VIRTUAL_ENV": str(env), "PATH": f"{env}/bin{os.pathsep}{os.environ['PATH']}"}
-        pip = ("uv", "pip")
-        session.run(*pip, "install", "-q", f"--find-links={dist}", str(wheel), external=True, env=vars_)
-        session.run(*pip, "check", external=True, env=vars_)
         with session.chdir(away):
-            name = package.replace("-", "_")
-            session.run("python", "-I", "-c", f"import {name}", external=True, env=vars_)
-            session.run(*SMOKE[package], external=True, env=vars_)
-        session.run(*pip, "uninstall", "-q", package, external=True, env=vars_)
-        installed = env.glob(f"lib/python*/site-packages/{name}/**/*")
-        left = [p for p in installed if p.is_file() and p.suffix != ".pyc"]
-        if left:
-            session.error(f"uninstalling {package} leaves {left}")
-        shutil.rmtree(env)
+            install_and_run(session, package, wheel, away / package)
+
+
+def install_and_run(session: nox.Session, package: str, wheel: Path, env: Path) -> None:
+    """In an environment of its own, whose programs are named by their paths: the session's come first on
+    PATH."""
+    name = package.replace("-", "_")
+    shutil.rmtree(env, ignore_errors=True)
+    session.run("uv", "venv", "-q", f"--python={session.python}", str(env), external=True)
+    python, path = str(env / "bin" / "python"), f"{env}/bin{os.pathsep}{os.environ['PATH']}"
+
+    def run(program: str, *arguments: str) -> None:
+        command = ("env", f"PATH={path}", f"VIRTUAL_ENV={env}", str(env / "bin" / program), *arguments)
+        session.run(*command, external=True)
+
+    def pip(*arguments: str) -> None:
+        session.run("uv", "pip", *arguments, f"--python={python}", external=True)
+
+    pip("install", "-q", f"--find-links={wheel.parent}", str(wheel))
+    pip("check")
+    run("python", "-I", "-c", f"import {name}, sys; assert sys.prefix == {str(env)!r}, sys.prefix")
+    run(*SMOKE[package])
+    pip("uninstall", "-q", package)
+    installed = env.glob(f"lib/python*/site-packages/{name}/**/*")
+    left = [p for p in installed if p.is_file() and p.suffix != ".pyc"]
+    if left:
+        session.error(f"uninstalling {package} leaves {left}")
+    shutil.rmtree(env)
 
 
 @nox.session

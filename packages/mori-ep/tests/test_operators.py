@@ -7,8 +7,14 @@ import pytest
 import torch
 from mori_ep import EpDispatchCombineConfig, EpDispatchCombineOp, nn
 from mori_ep.testing import expected, fixture
+from mori_shmem.launch import preload
 
 EXPERTS, TOPK, HIDDEN = 8, 4, 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiler() -> None:
+    preload("mori_ep.nn")  # 3 s of torch's compiler
 
 
 def made(comm: mori_shmem.Communicator, dtype: torch.dtype = torch.bfloat16) -> EpDispatchCombineOp:

@@ -155,7 +155,9 @@ def test_F4_TU_a_candidate_that_is_wrong_or_dies_costs_only_its_own_slot(
 @pytest.mark.timeout(240)
 def test_both_phases_are_timed_in_one_sweep_across_nodes(tmp_path: Path):
     """Two nodes of one rank each, by gloo: the switch between the kinds is what is tuned."""
-    done = tune(tmp_path, "--kernel-type", "InterNode", "--save")
+    done = tune(
+        tmp_path, "--kernel-type", "InterNode", "--save", op="faulty_ep:TUNABLE", MORI_TEST_FAULT="none"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows: list[Any] = [line for line in done.stdout.splitlines() if line.startswith("RESULT_JSON")]
     assert len(rows) == 2
