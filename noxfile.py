@@ -129,7 +129,9 @@ def install_and_run(session: nox.Session, package: str, wheel: Path, env: Path) 
     def pip(*arguments: str) -> None:
         session.run("uv", "pip", *arguments, f"--python={python}", external=True)
 
-    pip("install", "-q", f"--find-links={wheel.parent}", str(wheel))
+    # Not the copy that uv has of a wheel seen at the same path before.
+    fresh = [f"--refresh-package={p}" for p in PACKAGES]
+    pip("install", "-q", f"--find-links={wheel.parent}", *fresh, str(wheel))
     pip("check")
     run("python", "-I", "-c", f"import {name}, sys; assert sys.prefix == {str(env)!r}, sys.prefix")
     run(*SMOKE[package])

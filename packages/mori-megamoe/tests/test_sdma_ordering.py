@@ -15,7 +15,7 @@
     O9   complete before published                              bytes
 
 Each case runs its scenario as it is first, where every byte must be right, and then with the omission, where
-some byte on some rank must be wrong.
+some byte on some rank must be wrong; if the machine was too busy for that, again with longer delays.
 """
 
 from __future__ import annotations
@@ -231,6 +231,11 @@ def test_what_the_protocol_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MORI_MEGAMOE_POISON", "1")
     monkeypatch.setenv("MORI_MEGAMOE_PAIRS", "0")
     case, toy = CASES[name], Toy(2, experts_per_rank=2, topk=2, max_tokens=32)
+    assert any(seen(case, toy, delay_us=case.delay_us << more) for more in range(4))
+
+
+def seen(case: Case, toy: Toy, delay_us: int) -> bool:
+    """Whether the omission makes a byte wrong. Nothing may be wrong without it."""
     calls = [toy.inputs((20, 9), seed) for seed in range(2)]
     want = [toy.reference(inputs) for inputs in calls]
 
@@ -245,15 +250,15 @@ def test_what_the_protocol_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     def rank() -> tuple[int, int]:
         with mori_shmem.init() as comm, toy.layer(comm) as moe:
             MegaMoEStage1Sdma(moe, **MODES[case.mode]).install()
-            with faults(comm, delay_us=0 if case.reorder else case.delay_us), patched(moe, case.scene):
+            with faults(comm, delay_us=0 if case.reorder else delay_us), patched(moe, case.scene):
                 right = wrong(moe)
             comm.barrier()
             with (
-                faults(comm, delay_us=case.delay_us, reorder=case.reorder),
+                faults(comm, delay_us=delay_us, reorder=case.reorder),
                 patched(moe, case.scene, case.omit),
             ):
                 return right, wrong(moe)
 
     results = mori_shmem.run_ranks(rank, 2, timeout_s=60)
     assert [right for right, _ in results] == [0, 0]
-    assert sum(broken for _, broken in results) > 0
+    return any(broken for _, broken in results)

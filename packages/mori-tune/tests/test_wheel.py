@@ -51,16 +51,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subproc
     shutil.rmtree(base / "src")
     run(uv, "venv", "-q", f"--python={sys.executable}", str(base / "env"))
     python = str(base / "env" / "bin" / "python")
-    run(
-        uv,
-        "pip",
-        "install",
-        "-q",
-        "--no-index",
-        f"--find-links={base / 'dist'}",
-        f"--python={python}",
-        "toy-op",
-    )
+    fresh = (
+        "--refresh-package=mori-tune",
+        "--refresh-package=toy-op",
+    )  # not a copy that uv has of another run
+    found = ("--no-index", f"--find-links={base / 'dist'}", *fresh)
+    run(uv, "pip", "install", "-q", *found, f"--python={python}", "toy-op")
 
     def here(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         command = str(base / "env" / "bin" / arguments[0])

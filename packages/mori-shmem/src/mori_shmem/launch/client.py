@@ -23,7 +23,7 @@ from mori_shmem.launch.pickling import dumps_for_ranks, loads
 from mori_shmem.variables import SOCKET_IFNAME, TABLE
 
 _GOODBYE_S = 5.0  # the supervisor needs at most two seconds
-_BOOT = "import sys; sys.path[:] = {path!r}; from mori_shmem.launch.server import serve; serve({fd}, {modules})"
+_BOOT = "import sys; sys.path[:] = {path}; from mori_shmem.launch.server import serve; serve({fd}, {modules})"
 
 
 @dataclass(frozen=True)
