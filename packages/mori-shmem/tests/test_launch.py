@@ -313,3 +313,29 @@ def test_modules_named_for_it_are_there_before_the_ranks_are() -> None:
     assert mori_shmem.run_ranks(rank, 2) == [[], []]
     preload("wave", "no_such_module")
     assert mori_shmem.run_ranks(rank, 2) == [["wave"], ["wave"]]
+
+
+def test_ranks_are_not_forked_from_a_process_with_other_threads() -> None:
+    """A program of its own: a test runner may have threads."""
+    program = textwrap.dedent("""
+        import threading
+        from mori_shmem.errors import ArgumentError
+        from mori_shmem.testing import run_ranks_to_the_end
+
+        made_here = 6
+        end = threading.Event()
+        watcher = threading.Thread(target=end.wait, name="watcher")
+        watcher.start()
+        try:
+            run_ranks_to_the_end(lambda: made_here, 1, from_here=True)
+        except ArgumentError as refusal:
+            print(refusal)
+        end.set()
+        watcher.join()
+        print([outcome.value for outcome in run_ranks_to_the_end(lambda: made_here, 2, from_here=True)])
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    refusal, values = done.stdout.splitlines()
+    assert "other threads (watcher)" in refusal, done
+    assert "join them first" in refusal
+    assert values == "[6, 6]"
