@@ -36,8 +36,8 @@ _DEATH_GRACE_S = 0.25  # work that needs no peer gets this long to finish after 
 class GpuFabric(ABC):
     """One communicator's share of a GPU. `control` is the native fabric that it leans on."""
 
-    # Whether a wait of the host that finds a peer dead gives up this rank's kernels. Not where ops go on without
-    # a rank that has died: kernels that were given up once stay so.
+    # Whether a wait of the host that finds a peer dead gives up this rank's kernels. Not where ops go on
+    # without a rank that has died: kernels that were given up once stay so.
     ends_kernels = False
 
     def __init__(self, control: native.Fabric, record: FaultRecord, timeout_s: float) -> None:
