@@ -13,7 +13,7 @@ import mori_shmem
 import pytest
 from mori_shmem.errors import ArgumentError, RankFailed, RunTimeout
 from mori_shmem.launch import preload
-from mori_shmem.testing import die, run_ranks_to_the_end
+from mori_shmem.testing import allowing_for_load, die, run_ranks_to_the_end
 
 HERE = os.getpid()
 
@@ -22,7 +22,7 @@ def my_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _ended(pid: int, within_s: float = 2.0) -> bool:
+def _ended(pid: int, within_s: float = 20.0) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if not pathlib.Path(f"/proc/{pid}").exists():
@@ -101,7 +101,8 @@ def test_the_first_failure_is_raised_with_its_traceback_and_the_rest_are_ended()
 
     with pytest.raises(KeyError, match=r"the real reason") as failed:
         mori_shmem.run_ranks(rank, 4, str(_scratch()))
-    assert time.monotonic() - float(failed.value.args[0].split()[-1]) < 5  # 1.1 on an idle machine
+    took_s = time.monotonic() - float(failed.value.args[0].split()[-1])
+    assert took_s < allowing_for_load(5)  # 1.1 on an idle machine
     (note,) = failed.value.__notes__
     assert note.startswith("raised by rank 2 of 4:")
     assert "in rank" in note
@@ -175,7 +176,7 @@ def test_a_run_has_a_limit_and_says_where_the_ranks_stood() -> None:
     began = time.monotonic()
     with pytest.raises(RunTimeout) as late:
         mori_shmem.run_ranks(stuck, 3, timeout_s=6.0)
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 6 + allowing_for_load(6)
     assert late.value.ranks == (0, 2)
     assert str(late.value).count("in stuck") == 2
 
