@@ -18,7 +18,7 @@ from mori_shmem.errors import (
     QueueLimitError,
     TransportInert,
 )
-from mori_shmem.testing import die, faults, run_ranks_to_the_end
+from mori_shmem.testing import allowing_for_load, die, faults, run_ranks_to_the_end
 
 N, K = 136, 128
 
@@ -77,16 +77,16 @@ def test_SH_7_a_rank_killed_in_the_middle_of_a_call_is_named_within_two_seconds(
             assert outcome.error is None, outcome.error
             peers, late_s, text = outcome.value
             assert peers == (victim,)
-            assert late_s < 2.0
+            assert late_s < allowing_for_load(2.0)  # 30 where nobody noticed
             assert "cannot be used any more since call" in text
             assert "PeerDied" in text
 
 
-def one_rank_stays_away():
-    comm = mori_shmem.init("host", timeout_s=1)
+def one_rank_stays_away(limit_s):
+    comm = mori_shmem.init("host", timeout_s=limit_s)
     op = GemmAllReduce(comm, n=N, k=K, m_max=200)
     if comm.rank == 2:
-        time.sleep(2.5)
+        time.sleep(2.5 * limit_s)
         comm.close()
         return None
     try:
@@ -99,7 +99,7 @@ def one_rank_stays_away():
 
 
 def test_SH_6_a_rank_that_does_not_come_is_named_with_what_it_owes():
-    by_rank = mori_shmem.run_ranks(one_rank_stays_away, 3, timeout_s=60)
+    by_rank = mori_shmem.run_ranks(one_rank_stays_away, 3, allowing_for_load(1.0), timeout_s=60)
     for peers, text in by_rank[:2]:
         assert peers == (2,)
         assert "rank 2's partial sums" in text

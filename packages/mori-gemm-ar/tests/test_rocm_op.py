@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mori_shmem.testing import allowing_for_load
 
 PROGRAM = Path(__file__).parent / "rocm_ranks.py"
 MISSING = [name for name in ("flydsl", "mori_sim") if importlib.util.find_spec(name) is None]
@@ -112,9 +114,12 @@ def test_GA_1_every_rank_has_the_exact_bytes(
         assert {case: wrong for case, wrong in found[name].items() if wrong} == {}, f"rank {rank}"
 
 
+LIMIT_S = round(allowing_for_load(2.0), 1)  # of the waits for a rank that does not come
+
+
 @functools.cache
 def failures() -> Outcome:
-    return on_node(3, "different_m", "missing_rank", "refusals")
+    return on_node(3, "different_m", "missing_rank", "refusals", LIMIT_S=str(LIMIT_S))
 
 
 MODES = ("split-sdma", "fused-sdma", "split-lsa", "fused-lsa")
@@ -131,7 +136,9 @@ def test_ranks_called_with_different_m_find_out(mode: str) -> None:
 def test_SH_6_a_rank_that_does_not_come_is_named(mode: str) -> None:
     for found in failures().by_rank[:2]:
         text = found["missing_rank"][mode]
-        assert text.startswith("PeerTimeout after 2."), text
+        late = re.match(r"PeerTimeout after ([\d.]+) s", text)
+        assert late, text
+        assert LIMIT_S <= float(late[1]) < LIMIT_S + allowing_for_load(1.0), text
         assert "from rank 2 should have been" in text
         assert "MORI_TIMEOUT_S" in text
 
@@ -173,8 +180,8 @@ def test_SH_7_a_rank_that_dies_is_named_and_holds_nobody_up(mode: str, folder: P
     told = deaths(folder)[mode]
     assert "PeerDied: rank 0 of 2, in call 2" in told["seen"]
     assert "rank 1 died" in told["seen"]
-    assert told["late_s"] < 2.0
-    assert told["close_s"] < 3.0
+    assert told["late_s"] < allowing_for_load(2.0)
+    assert told["close_s"] < allowing_for_load(3.0)
 
 
 def test_GA_6_engines_that_do_nothing_are_found_out_when_the_op_is_made() -> None:

@@ -21,7 +21,7 @@ from mori_shmem.errors import (
     PeerTimeout,
     TransportInert,
 )
-from mori_shmem.testing import die, open_fds, run_ranks_to_the_end
+from mori_shmem.testing import allowing_for_load, die, open_fds, run_ranks_to_the_end
 
 
 def greet(comm: Any) -> None:
@@ -139,7 +139,7 @@ def test_SH_6_a_rank_that_never_starts_is_named_at_the_limit() -> None:
     with ThreadPoolExecutor() as pool:
         runs = list(pool.map(lambda how: mori_shmem.run_ranks(rank, 3, how), ("argument", "environment")))
     for took_s, message in (*runs[0][:2], *runs[1][:2]):
-        assert 5 <= took_s <= 10
+        assert 5 <= took_s <= 5 + allowing_for_load(5)
         for part in (
             "rank 2 did not come",
             "rendezvous of init",
@@ -164,7 +164,7 @@ def test_a_rank_that_dies_during_init_is_named_at_once() -> None:
 
     began = time.monotonic()
     outcomes = run_ranks_to_the_end(rank, 3)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < min(allowing_for_load(8), 25)  # and not 30
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, PeerDied)
         assert outcome.error.peers == (1,)

@@ -13,9 +13,9 @@ from typing import Any
 import mori_shmem
 import pytest
 from mori_shmem.errors import PeerDied, RankFailed
-from mori_shmem.testing import die, open_fds, run_ranks_to_the_end
+from mori_shmem.testing import allowing_for_load, die, open_fds, run_ranks_to_the_end
 
-NOTICE_S = 2.0
+NOTICE_S = 2.0  # on an idle machine; what is late would take 30
 
 
 def _wait(comm: Any, window: Any) -> None:
@@ -96,7 +96,7 @@ def test_SH_7_a_killed_rank_is_named_within_two_seconds(
         message, peers, took_s, _ = outcome.value
         assert peers == (last,)
         assert f"rank {last} died" in message
-        assert took_s < NOTICE_S
+        assert took_s < allowing_for_load(NOTICE_S)
     assert list(tmp_path.iterdir()) == []
     assert _named_memory() == named
     pids = [outcome.value[3] for outcome in outcomes[:last]]
@@ -105,7 +105,7 @@ def test_SH_7_a_killed_rank_is_named_within_two_seconds(
 
 WAITING = textwrap.dedent("""
     import os, time, mori_shmem
-    comm = mori_shmem.init(timeout_s=5)
+    comm = mori_shmem.init(timeout_s=60)
     window = comm.alloc(4096)
     comm.barrier()
     print("ready", flush=True)
@@ -136,8 +136,8 @@ def test_SH_7_a_survivor_started_by_hand_ends_by_itself() -> None:
         time.sleep(0.3)
         victim.kill()
         killed_at = time.monotonic()
-        _, stderr = survivor.communicate(timeout=20)
-        assert time.monotonic() - killed_at < 10
+        _, stderr = survivor.communicate(timeout=60)
+        assert time.monotonic() - killed_at < allowing_for_load(10)
         assert survivor.returncode == 1
         assert "PeerDied" in stderr
         assert "rank 1 died" in stderr
@@ -198,18 +198,18 @@ def test_a_fork_that_holds_the_sockets_does_not_hide_the_death() -> None:
         comm = mori_shmem.init()
         if comm.rank == 1:
             if os.fork() == 0:
-                time.sleep(20)
+                time.sleep(40)
                 os._exit(0)
             sockets = [sock.fileno() for sock in comm._mesh._sockets.values()]
             subprocess.Popen(
-                ["sleep", "20"], pass_fds=sockets
+                ["sleep", "40"], pass_fds=sockets
             )  # these stay open: no end of the connection is seen
             time.sleep(0.2)
             die()
         began = time.monotonic()
         with pytest.raises(PeerDied, match=r"rank 1 died"):
             comm.all_gather(1)
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - began < allowing_for_load(2.5)
 
     outcomes = run_ranks_to_the_end(rank, 2)
     assert outcomes[0].error is None, outcomes[0].error
@@ -224,10 +224,10 @@ def test_ctrl_c_ends_a_wait() -> None:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            comm.wait(window.at(0), 1)
+            comm.wait(window.at(0), 1, timeout_s=60)
         return time.monotonic() - began
 
-    assert mori_shmem.run_ranks(rank, 1)[0] < 2
+    assert mori_shmem.run_ranks(rank, 1)[0] < allowing_for_load(2)
 
 
 def test_nothing_is_named_while_it_runs() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from mori_shmem.core import CoreError
+from mori_shmem.core import CoreError, core_error
 from mori_shmem.device import queue_words as words
 from mori_shmem.targets.fault_record import FaultRecord
 from mori_shmem.targets.gpu_fabric import GpuFabric
@@ -84,3 +85,36 @@ def test_SH_7_kernels_are_given_up_when_a_rank_has_died_and_every_check_says_so(
             fabric.check()
         assert (told.value.kind, told.value.info["ranks"]) == ("peer_died", [1])
     fabric.await_idle(lambda: True, None, what="quiet")  # what needs no kernel goes on
+
+
+@pytest.mark.parametrize("ends_kernels", [True, False])
+@pytest.mark.parametrize("wait", ["wait", "barrier", "await_idle"])
+def test_SH_7_a_wait_of_the_host_that_finds_a_rank_dead_ends_the_kernels(
+    wait: str, ends_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the target says so; what ends with a rank that has left does not."""
+    monkeypatch.setattr(Alone, "ends_kernels", ends_kernels)
+    states = ["alive", "left", "alive"]
+    fabric = Alone(states)
+
+    def barrier(timeout_s: float) -> None:
+        gone = {"dead": "peer_died", "left": "peer_left"}
+        kind, rank = next((gone[state], rank) for rank, state in enumerate(states) if state in gone)
+        raise core_error(kind, ranks=[rank], what="barrier")  # type: ignore[arg-type]
+
+    fabric.control.barrier = barrier  # type: ignore[method-assign]
+    waits: dict[str, Callable[[], object]] = {
+        "wait": lambda: fabric.wait(0, 1, timeout_s=0.5),
+        "barrier": fabric.barrier,
+        "await_idle": lambda: fabric.await_idle(lambda: False, 0.05, what="quiet"),
+    }
+    with pytest.raises(CoreError):
+        waits[wait]()
+    fabric.check()  # nobody has died
+    states[2], states[1] = "dead", "alive"
+    fabric._next_death_look = 0.0
+    with pytest.raises(CoreError) as told:
+        waits[wait]()
+    assert (told.value.kind, told.value.info["ranks"]) == ("peer_died", [2])
+    assert fabric.record.gone == ([2] if ends_kernels else [])
+    assert int(fabric.record.memory[0]) == (words.CODE_ABANDONED if ends_kernels else 0)

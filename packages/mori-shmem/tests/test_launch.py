@@ -13,7 +13,7 @@ import mori_shmem
 import pytest
 from mori_shmem.errors import ArgumentError, RankFailed, RunTimeout
 from mori_shmem.launch import preload
-from mori_shmem.testing import die, run_ranks_to_the_end
+from mori_shmem.testing import allowing_for_load, die, run_ranks_to_the_end
 
 HERE = os.getpid()
 
@@ -22,7 +22,7 @@ def my_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _ended(pid: int, within_s: float = 2.0) -> bool:
+def _ended(pid: int, within_s: float = 20.0) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if not pathlib.Path(f"/proc/{pid}").exists():
@@ -101,7 +101,8 @@ def test_the_first_failure_is_raised_with_its_traceback_and_the_rest_are_ended()
 
     with pytest.raises(KeyError, match=r"the real reason") as failed:
         mori_shmem.run_ranks(rank, 4, str(_scratch()))
-    assert time.monotonic() - float(failed.value.args[0].split()[-1]) < 5  # 1.1 on an idle machine
+    took_s = time.monotonic() - float(failed.value.args[0].split()[-1])
+    assert took_s < allowing_for_load(5)  # 1.1 on an idle machine
     (note,) = failed.value.__notes__
     assert note.startswith("raised by rank 2 of 4:")
     assert "in rank" in note
@@ -175,7 +176,7 @@ def test_a_run_has_a_limit_and_says_where_the_ranks_stood() -> None:
     began = time.monotonic()
     with pytest.raises(RunTimeout) as late:
         mori_shmem.run_ranks(stuck, 3, timeout_s=6.0)
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 6 + allowing_for_load(6)
     assert late.value.ranks == (0, 2)
     assert str(late.value).count("in stuck") == 2
 
@@ -313,3 +314,30 @@ def test_modules_named_for_it_are_there_before_the_ranks_are() -> None:
     assert mori_shmem.run_ranks(rank, 2) == [[], []]
     preload("wave", "no_such_module")
     assert mori_shmem.run_ranks(rank, 2) == [["wave"], ["wave"]]
+
+
+def test_ranks_are_not_forked_from_a_process_with_other_threads() -> None:
+    """A program of its own: a test runner may have threads."""
+    program = textwrap.dedent("""
+        import threading
+        import torch.distributed  # once, and not in each rank
+        from mori_shmem.errors import ArgumentError
+        from mori_shmem.testing import run_ranks_to_the_end
+
+        made_here = 6
+        end = threading.Event()
+        watcher = threading.Thread(target=end.wait, name="watcher")
+        watcher.start()
+        try:
+            run_ranks_to_the_end(lambda: made_here, 1, from_here=True)
+        except ArgumentError as refusal:
+            print(refusal)
+        end.set()
+        watcher.join()
+        print([outcome.value for outcome in run_ranks_to_the_end(lambda: made_here, 2, from_here=True)])
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
+    refusal, values = done.stdout.splitlines()
+    assert "other threads (watcher)" in refusal, done
+    assert "join them first" in refusal
+    assert values == "[6, 6]"

@@ -28,8 +28,14 @@ RIGHT = (
     "kernels_and_engine_count",
     "first_launched_ends_last",
     "many_queues_one_after_the_other",
+    "half_of_a_handle_beside_another",
 )
-WRONG = {"hasty_ring": ("e", "ring_nops"), "another_stream_opens": ("a", "fill")}
+WRONG = {
+    "hasty_ring": ("e", "ring_nops"),
+    "another_stream_opens": ("a", "fill"),
+    "half_of_a_handle_at_two_addresses": ("a", "fill"),
+    "copy_across_two_mappings": ("a", "fill"),
+}
 
 
 DELAYS_US = ("0", "3000")  # with one, whatever is not changed together with its record is seen in between

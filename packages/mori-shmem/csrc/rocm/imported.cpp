@@ -60,11 +60,7 @@ Pieces::~Pieces() {
 std::vector<int> Pieces::export_fds() const {
   std::vector<int> fds;
   try {
-    for (void* handle : handles_) {
-      int fd = -1;
-      check_hip(hip().hipMemExportToShareableHandle(&fd, handle, kFileDescriptor, 0), "hipMemExportToShareableHandle");
-      fds.push_back(fd);
-    }
+    for (void* handle : handles_) fds.push_back(export_fd(handle));
   } catch (...) {
     for (const int fd : fds) ::close(fd);
     throw;

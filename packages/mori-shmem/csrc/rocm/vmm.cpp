@@ -1,6 +1,9 @@
 #include "rocm/vmm.h"
 
+#include <fcntl.h>
 #include <unistd.h>
+
+#include <cerrno>
 
 namespace mori::rocm {
 
@@ -45,14 +48,33 @@ void allow_access(void* address, uint64_t nbytes, int ordinal) {
   check_hip(code, "hipMemSetAccess");
 }
 
+void check_hip_with_descriptor(int code, const char* call) {
+  if (code == kHipSuccess) return;
+  const int probe = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  const int reason = probe < 0 ? errno : 0;
+  if (probe >= 0) ::close(probe);
+  if (reason == EMFILE || reason == ENFILE) {
+    hip().hipGetLastError();
+    throw system_error(call, reason);
+  }
+  check_hip(code, call);
+}
+
+int export_fd(void* handle) {
+  int fd = -1;
+  check_hip_with_descriptor(hip().hipMemExportToShareableHandle(&fd, handle, kFileDescriptor, 0),
+                            "hipMemExportToShareableHandle");
+  return fd;
+}
+
 void* import_fd(int fd) {
   int version = 0;
   check_hip(hip().hipRuntimeGetVersion(&version), "hipRuntimeGetVersion");
   void* const by_value = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
   void* handle = nullptr;
-  check_hip(hip().hipMemImportFromShareableHandle(&handle, version >= kHipWithPlainDescriptors ? by_value : &fd,
-                                                  kFileDescriptor),
-            "hipMemImportFromShareableHandle");
+  check_hip_with_descriptor(hip().hipMemImportFromShareableHandle(
+                                &handle, version >= kHipWithPlainDescriptors ? by_value : &fd, kFileDescriptor),
+                            "hipMemImportFromShareableHandle");
   return handle;
 }
 

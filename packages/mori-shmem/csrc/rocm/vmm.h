@@ -11,6 +11,9 @@ std::mutex& vmm_mutex();  // the driver's calls for mappings are made one at a t
 AllocationProperties properties(int ordinal, bool uncached);
 uint64_t granularity_of(int ordinal, bool uncached);
 void allow_access(void* address, uint64_t nbytes, int ordinal);  // read and write, for a device
-void* import_fd(int fd);  // a handle, the caller's; so stays the descriptor
+int export_fd(void* handle);  // a descriptor, the caller's
+void* import_fd(int fd);      // a handle, the caller's; so stays the descriptor
+// Of a call that takes a descriptor: the driver has no code for "none is left", so that is found out here.
+void check_hip_with_descriptor(int code, const char* call);
 
 }  // namespace mori::rocm

@@ -17,7 +17,7 @@ DeviceWindow::DeviceWindow(int ordinal, int rank_, int world_size_, uint64_t nby
   base = reinterpret_cast<uint64_t>(reservation_);
   try {
     void* handle = nullptr;
-    check_hip(hip().hipMemCreate(&handle, stride, &wanted, 0), "hipMemCreate");
+    check_hip_with_descriptor(hip().hipMemCreate(&handle, stride, &wanted, 0), "hipMemCreate");
     map(rank, handle);
     zero();
   } catch (...) {
@@ -52,12 +52,7 @@ void DeviceWindow::zero() const {
   check_hip(code, "hipMemsetAsync");
 }
 
-int DeviceWindow::export_fd() const {
-  int fd = -1;
-  check_hip(hip().hipMemExportToShareableHandle(&fd, handles_[static_cast<size_t>(rank)], kFileDescriptor, 0),
-            "hipMemExportToShareableHandle");
-  return fd;
-}
+int DeviceWindow::export_fd() const { return rocm::export_fd(handles_[static_cast<size_t>(rank)]); }
 
 void DeviceWindow::import_peers(const std::vector<int>& fds) {
   const OnDevice on(ordinal_);

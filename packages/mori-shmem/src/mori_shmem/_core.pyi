@@ -314,6 +314,7 @@ class RocmPieces:
     def export_fds(self) -> list[int]:
         """A descriptor of each; the caller owns them."""
 
+@final
 class RocmWindow:
     """All ranks' parts of a window in this process. Made with this rank's part mapped and zeroed; peers'
     parts come with import_peers, and from then on packets may touch the window."""

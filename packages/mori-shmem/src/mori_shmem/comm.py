@@ -23,18 +23,18 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mori_shmem import imports, steps, variables
+from mori_shmem import descriptors, imports, steps, variables
 from mori_shmem.bootstrap import Place, find_place, register
 from mori_shmem.core import CoreError
 from mori_shmem.deadline import Deadline
-from mori_shmem.errors import ArgumentError, ClosedError, LayoutError
-from mori_shmem.mesh import Mesh
+from mori_shmem.errors import ArgumentError, ClosedError, DescriptorLimitError, LayoutError, MoriError
+from mori_shmem.mesh import Mesh, Message
 from mori_shmem.queue import CopyQueue
 from mori_shmem.rendezvous import meet
 from mori_shmem.settings import Snapshot
 from mori_shmem.variables import BACKEND, ENGINES, QUEUES, TIMEOUT_S
 from mori_shmem.window import Ref, Window, check_ref, check_word
-from mori_shmem.wording import forked, queue_limit, worded
+from mori_shmem.wording import forked, queue_limit, raise_faults, worded
 from mori_shmem.words import Words
 
 if TYPE_CHECKING:
@@ -123,7 +123,20 @@ def _connect(
     target: tuple[str, ModuleType], place: Place, key: str, values: Snapshot, num_queues: int
 ) -> Communicator:
     deadline = Deadline(values[TIMEOUT_S])
-    mesh = Mesh(place.rank, place.world_size, meet(place, key, deadline))
+    with descriptors.limit_named(f"rank {place.rank} of {place.world_size}, in init"):
+        mesh = Mesh(place.rank, place.world_size, meet(place, key, deadline))
+        return _agree(target, place, mesh, values, num_queues, deadline)
+
+
+def _agree(
+    target: tuple[str, ModuleType],
+    place: Place,
+    mesh: Mesh,
+    values: Snapshot,
+    num_queues: int,
+    deadline: Deadline,
+) -> Communicator:
+    """The ranks have met: compare what they were given, and make the fabric."""
     try:
 
         def all_gather(obj: object) -> list[Any]:
@@ -196,19 +209,18 @@ class Communicator:
         self.check_open()
         deadline = Deadline(self.timeout_s)
         part, fault = self._create_part(nbytes, kind)
-        fds: list[int] = []
+        offers: list[Message] = []
+
+        def map_window() -> Any:
+            fds = [fd for theirs in self._descriptors("alloc", offers) for fd in theirs]
+            return self.target.map_window(self.core, part, fds, nbytes, deadline)
+
         try:
             offers = self._mesh.exchange("alloc", (nbytes, kind, fault), deadline, part.fds if part else [])
-            fds = [fd for offer in offers for fd in offer.fds]
             self._check_offers([offer.value for offer in offers])
-            core = self._all_or_none(
-                "alloc", lambda: self.target.map_window(self.core, part, fds, nbytes, deadline), deadline
-            )
+            core = self._all_or_none("alloc", map_window, deadline)
         finally:
-            if part:
-                part.close()
-            for fd in fds:
-                os.close(fd)
+            self._give_back(part, offers)
         window = Window(self, core, self._num_windows)
         self._num_windows += 1
         self._windows.add(window)
@@ -228,40 +240,49 @@ class Communicator:
         deadline = Deadline(self.timeout_s)
         part, fault = imports.part_of(self, tensor)
         given = (imports.size_of(tensor), part.place if part else None, fault)
-        fds: list[list[int]] = []
+        offers: list[Message] = []
+
+        def map_imported() -> Any:
+            fds = self._descriptors("import_tensor", offers)
+            return self.target.map_imported(self.core, part, places, fds)
+
         try:
             offers = self._mesh.exchange("import_tensor", given, deadline, part.fds if part else [])
-            fds = [offer.fds for offer in offers]
             places = imports.check_offers([offer.value for offer in offers])
-            core = self._all_or_none(
-                "import_tensor", lambda: self.target.map_imported(self.core, part, places, fds), deadline
-            )
+            core = self._all_or_none("import_tensor", map_imported, deadline)
         finally:
-            if part:
-                part.close()
-            for fd in (fd for theirs in fds for fd in theirs):
-                os.close(fd)
+            self._give_back(part, offers)
         window = Window(self, core, self._num_windows)
         window.keeps = (tensor, part)
         self._num_windows += 1
         self._windows.add(window)
         return window
 
-    def _create_part(self, nbytes: int, kind: str) -> tuple[Any, str]:
+    def _descriptors(self, what: str, offers: list[Message]) -> list[list[int]]:
+        """What everybody has offered, if it is all here."""
+        descriptors.check_all_came(f"rank {self.rank} of {self.world_size}, in {what}", offers)
+        return [offer.fds for offer in offers]
+
+    def _give_back(self, part: Any, offers: list[Message]) -> None:
+        """Close the descriptors of a window: mappings live without them."""
+        if part:
+            part.close()
+        for fd in (fd for offer in offers for fd in offer.fds):
+            os.close(fd)
+
+    def _create_part(self, nbytes: int, kind: str) -> tuple[Any, MoriError | None]:
         """My part, or None and why there is none: the peers must hear of it, or they would wait for me."""
         if type(nbytes) is not int or nbytes < 1:
-            return None, f"nbytes={nbytes!r}: a whole number of at least 1 is needed"
+            return None, LayoutError(f"nbytes={nbytes!r}: a whole number of at least 1 is needed")
         if kind not in KINDS:
-            return None, f"kind={kind!r} is not known; allowed: {', '.join(KINDS)}"
+            return None, LayoutError(f"kind={kind!r} is not known; allowed: {', '.join(KINDS)}")
         try:
-            return self.target.create_part(self.core, nbytes, kind), ""
+            return self.target.create_part(self.core, nbytes, kind), None
         except CoreError as error:
-            return None, str(worded(error, self, f"alloc({nbytes})"))
+            return None, worded(error, self, f"alloc({nbytes})")
 
-    def _check_offers(self, offers: list[tuple[int, str, str]]) -> None:
-        faults = [f"rank {rank}: {fault}" for rank, (_, _, fault) in enumerate(offers) if fault]
-        if faults:
-            raise LayoutError("alloc failed on " + "; ".join(faults))
+    def _check_offers(self, offers: list[tuple[int, str, MoriError | None]]) -> None:
+        raise_faults("alloc", [fault for _, _, fault in offers])
         if len(set(kinds := [kind for _, kind, _ in offers])) > 1:
             raise LayoutError(f"alloc kinds differ: {', '.join(kinds)}, in rank order")
         sizes = [nbytes for nbytes, _, _ in offers]
@@ -279,12 +300,13 @@ class Communicator:
         try:
             result = action()
         except CoreError as error:
-            fault = str(worded(error, self, f"{what} (map)"))
-        for rank, message in enumerate(self._mesh.exchange(f"{what}/map", fault, deadline)):
-            if message.value is not None:
-                if result is not None:
-                    result.close()
-                raise LayoutError(f"{what} failed on rank {rank}: {message.value}")
+            fault = worded(error, self, f"{what} (map)")
+        except DescriptorLimitError as error:
+            fault = error
+        faults = [message.value for message in self._mesh.exchange(f"{what}/map", fault, deadline)]
+        if result is not None and any(faults):
+            result.close()
+        raise_faults(what, faults)
         return result
 
     # ---- copy queues ----
@@ -402,9 +424,9 @@ class Communicator:
             raise worded(error, self, "stream_barrier") from None
 
     def check(self) -> None:
-        """Raise PeerTimeout if a wait inside a kernel of this rank has passed its deadline. Every wait of
-        the host
-        looks as well; this is for calls that do not wait."""
+        """Raise PeerTimeout if a wait inside a kernel of this rank has passed its deadline, and PeerDied from
+        the moment on that kernels' waits were ended because a rank had died. Every wait of the host looks at
+        the first as well; this is for calls that do not wait."""
         self.check_open()
         try:
             self.target.check(self.core)

@@ -101,6 +101,10 @@ class QueueLimitError(MoriError, RuntimeError):
     """More copy queues asked for than the limit allows."""
 
 
+class DescriptorLimitError(MoriError, RuntimeError):
+    """This process, or the machine, may hold no more file descriptors; memory is shared by them."""
+
+
 class RankFailed(MoriError, RuntimeError):
     """A rank started by `run_ranks` ended without a result: a signal, an exit, or an error that cannot
     travel."""

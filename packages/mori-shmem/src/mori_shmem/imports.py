@@ -8,15 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mori_shmem.core import CoreError
-from mori_shmem.errors import ArgumentError, LayoutError
-from mori_shmem.wording import worded
+from mori_shmem.errors import ArgumentError, LayoutError, MoriError
+from mori_shmem.wording import raise_faults, worded
 
 if TYPE_CHECKING:
     from mori_shmem.comm import Communicator
 
 GRANULE = 2 << 20  # mappings of device memory are as coarse as this
 MOST_PIECES = 250  # descriptors that one message takes
-Offer = tuple[int, tuple[int, list[int]] | None, str]  # bytes; where they lie in which pieces; why not
+Offer = tuple[
+    int, tuple[int, list[int]] | None, MoriError | None
+]  # bytes; where they lie in which pieces; why not
 
 
 def size_of(tensor: Any) -> int:
@@ -33,36 +35,41 @@ def check_backend(comm: Communicator) -> None:
         )
 
 
-def part_of(comm: Communicator, tensor: Any) -> tuple[Any, str]:
+def part_of(comm: Communicator, tensor: Any) -> tuple[Any, MoriError | None]:
     """This rank's part, or None and why there is none."""
-    import torch
-
-    if not isinstance(tensor, torch.Tensor):
-        return None, f"{type(tensor).__name__} is no tensor"
-    if tensor.device != comm.device and tensor.device.type != comm.device.type:
-        return None, f"the tensor is on {tensor.device}, this communicator on {comm.device}"
-    if not tensor.is_contiguous():
-        return None, f"strides {tuple(tensor.stride())} of shape {tuple(tensor.shape)}: not contiguous"
-    if not size_of(tensor):
-        return None, "the tensor is empty"
+    if why := _why_not(comm, tensor):
+        return None, LayoutError(why)
     try:
         part = comm.target.import_part(comm.core, tensor.data_ptr(), size_of(tensor))
     except CoreError as error:
         if error.kind == "not_importable":
-            return None, f"{error.info['why']}"
-        return None, str(worded(error, comm, "import_tensor"))
+            return None, LayoutError(error.info["why"])
+        return None, worded(error, comm, "import_tensor")
     if len(part.fds) > MOST_PIECES:
         fault = f"the tensor lies in {len(part.fds)} allocations, at most {MOST_PIECES} can be shared"
         part.close()
-        return None, fault
-    return part, ""
+        return None, LayoutError(fault)
+    return part, None
+
+
+def _why_not(comm: Communicator, tensor: Any) -> str:
+    """What is wrong with a tensor, or nothing."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        return f"{type(tensor).__name__} is no tensor"
+    if tensor.device != comm.device and tensor.device.type != comm.device.type:
+        return f"the tensor is on {tensor.device}, this communicator on {comm.device}"
+    if not tensor.is_contiguous():
+        return f"strides {tuple(tensor.stride())} of shape {tuple(tensor.shape)}: not contiguous"
+    if not size_of(tensor):
+        return "the tensor is empty"
+    return ""
 
 
 def check_offers(offers: list[Offer]) -> list[tuple[int, list[int]]]:
     """Everybody's places, if they fit together."""
-    faults = [f"rank {rank}: {fault}" for rank, (_, _, fault) in enumerate(offers) if fault]
-    if faults:
-        raise LayoutError("import_tensor failed on " + "; ".join(faults))
+    raise_faults("import_tensor", [fault for _, _, fault in offers])
     sizes = [nbytes for nbytes, _, _ in offers]
     if len(set(sizes)) > 1:
         raise LayoutError(f"import_tensor: tensors of {sizes} bytes, in rank order: all must be of one size")

@@ -1,5 +1,5 @@
 """Small messages between all ranks over one socket per pair: how ranks agree on things and hand over
-descriptors.
+descriptors. A receiver that may hold no more of them gets fewer than were sent (descriptors.py).
 
 There is one operation, `exchange`: every rank gives one object (and descriptors), every rank gets all of
 them. It is collective, so each message is tagged with what it is for and a running number; ranks that meet
@@ -14,21 +14,25 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import pickle
 import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from mori_shmem import descriptors
 from mori_shmem.deadline import Deadline
-from mori_shmem.errors import ClosedError, CollectiveMismatch, PeerDied, PeerTimeout
+from mori_shmem.errors import ClosedError, CollectiveMismatch, MoriError, PeerDied, PeerTimeout
 from mori_shmem.rendezvous import ranks_text
 
 _HEADER = struct.Struct("<QII")  # bytes of the pickle, number of descriptors, 1 for "I am leaving"
 _MAX_FDS = 250  # the kernel passes at most 253
+_CROWDED_S = 0.001  # pause while too many descriptors of this user are under way; receivers take them out
 
 
 class Message(NamedTuple):
@@ -36,6 +40,7 @@ class Message(NamedTuple):
 
     value: Any
     fds: list[int]  # owned by the receiver
+    num_fds: int  # so many were sent: `descriptors.check_all_came`
 
 
 class Mesh:
@@ -109,7 +114,8 @@ class Mesh:
                 if not flow.received and (flow.left or flow.ended):
                     self._gone[peer] = "left (closed the communicator)" if flow.left else "died"
             self._raise_if_gone(kind)
-            if not ready and deadline.passed():
+            crowded = any(flow.crowded for flow in flows.values())  # a socket that is ready all the time
+            if (crowded or not ready) and deadline.passed():
                 raise self._late(kind, flows, deadline)
 
     def _raise_if_gone(self, kind: str) -> None:
@@ -122,7 +128,13 @@ class Mesh:
                 peers=peers,
             )
 
-    def _late(self, kind: str, flows: dict[int, _Flow], deadline: Deadline) -> PeerTimeout:
+    def _late(self, kind: str, flows: dict[int, _Flow], deadline: Deadline) -> MoriError:
+        if any(flow.crowded for flow in flows.values()):
+            return descriptors.limit_error(
+                f"rank {self.rank} of {self.world_size}, in {kind}",
+                f"the kernel took no message with descriptors within {deadline}, since too many of this "
+                "user's are under way",
+            )
         missing = [peer for peer, flow in flows.items() if not flow.received]
         return PeerTimeout(
             f"rank {self.rank} of {self.world_size}, in {kind} (collective {self._sequence}): "
@@ -144,8 +156,9 @@ class Mesh:
                     f"(collective {their_tag[1]}): all ranks must make the same collective calls in the same "
                     "order"
                 )
-        received = {rank: flow.fds for rank, flow in flows.items()} | {self.rank: [os.dup(fd) for fd in fds]}
-        return [Message(values[rank], received[rank]) for rank in range(self.world_size)]
+        received = {rank: (flow.fds, flow.num_fds) for rank, flow in flows.items()}
+        received[self.rank] = _own_copies(fds), len(fds)
+        return [Message(values[rank], *received[rank]) for rank in range(self.world_size)]
 
     def close(self) -> None:
         """Tell the peers that this rank leaves, and hang up. Twice is fine."""
@@ -167,6 +180,15 @@ class Mesh:
             sock.close()
 
 
+def _own_copies(fds: Sequence[int]) -> list[int]:
+    """As many as this process may have, as of the peers' descriptors."""
+    copies: list[int] = []
+    with contextlib.suppress(OSError):
+        for fd in fds:
+            copies.append(os.dup(fd))
+    return copies
+
+
 class _Flow:
     """One message out and one message in, over one socket that never blocks."""
 
@@ -175,6 +197,7 @@ class _Flow:
         self.fds: list[int] = []
         self.left = False  # the peer said that it leaves
         self.ended = False  # the peer's end is closed
+        self.crowded = False  # the last try to send met the kernel's limit of descriptors under way
         self.broken = False  # nothing can be sent any more; what the peer sent before may still be there
         self._header = bytearray()
         self._body = bytearray()
@@ -210,6 +233,11 @@ class _Flow:
         return bytes(self._body)
 
     @property
+    def num_fds(self) -> int:
+        """How many descriptors the peer sent."""
+        return self._expected[1]
+
+    @property
     def _expected(self) -> tuple[int, int, int]:
         return _HEADER.unpack(self._header)
 
@@ -226,10 +254,15 @@ class _Flow:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._out_fds))]
                 n = self.sock.sendmsg([self._out[: 1 << 20]], rights if self._out_fds else [])
                 self._out, self._out_fds, self._started = self._out[n:], (), True
+                self.crowded = False
         except BlockingIOError:
-            pass
-        except OSError:
-            self.broken, self._out = True, memoryview(b"")
+            self.crowded = False
+        except OSError as error:
+            self.crowded = error.errno == errno.ETOOMANYREFS
+            if self.crowded:
+                time.sleep(_CROWDED_S)
+            else:
+                self.broken, self._out = True, memoryview(b"")
 
     def _pull(self) -> None:
         try:

@@ -24,7 +24,16 @@ from mori_shmem.queue import CopyQueue
 if TYPE_CHECKING:
     from mori_shmem.comm import Communicator
 
-__all__ = ["Outcome", "die", "faults", "open_fds", "queue_limit", "run_ranks", "run_ranks_to_the_end"]
+__all__ = [
+    "Outcome",
+    "allowing_for_load",
+    "die",
+    "faults",
+    "open_fds",
+    "queue_limit",
+    "run_ranks",
+    "run_ranks_to_the_end",
+]
 
 
 @contextlib.contextmanager
@@ -62,6 +71,13 @@ def die() -> NoReturn:
     """End this process as a crash would: by SIGKILL, with no chance to say goodbye."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still alive after SIGKILL")
+
+
+def allowing_for_load(seconds: float, most: float = 5.0) -> float:
+    """A limit in seconds that holds on an idle machine, longer (`most` times, at most) where more processes
+    want to run than there are CPUs."""
+    waiting = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    return seconds * min(max(waiting, 1.0), most)
 
 
 def open_fds() -> dict[int, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mori_shmem import descriptors
 from mori_shmem.core import CoreError, native
 from mori_shmem.errors import (
     ArgumentError,
     ClosedError,
+    DescriptorLimitError,
     ForkedError,
     LayoutError,
     MoriError,
@@ -29,6 +32,8 @@ def worded(error: CoreError, comm: Communicator, doing: str) -> MoriError:
     """The error to raise for what the core reported while this rank was `doing` something."""
     who = f"rank {comm.rank} of {comm.world_size}, in {doing}"
     info = error.info
+    if descriptors.ran_out(error):
+        return descriptors.limit_error(who, f"{info.get('call')} found no file descriptor left")
     if error.kind == "timeout":
         return _timeout(info, comm, who)
     if error.kind in ("peer_died", "peer_left"):
@@ -54,6 +59,15 @@ def worded(error: CoreError, comm: Communicator, doing: str) -> MoriError:
     if error.kind == "forked":
         return forked(info.get("owner_pid"), info.get("pid"))
     return MoriError(f"{who}: {info.get('call', error.kind)} failed: {info.get('error') or _facts(info)}")
+
+
+def raise_faults(what: str, faults: Sequence[MoriError | None]) -> None:
+    """Raise the same error on all ranks if some of them, in rank order, have met one in `what`."""
+    found = [(rank, fault) for rank, fault in enumerate(faults) if fault is not None]
+    if found:
+        limited = any(isinstance(fault, DescriptorLimitError) for _, fault in found)
+        kind: type[MoriError] = DescriptorLimitError if limited else LayoutError
+        raise kind(f"{what} failed on " + "; ".join(f"rank {rank}: {fault}" for rank, fault in found))
 
 
 def queue_limit(requested: int, limit: int, who: str) -> QueueLimitError:

@@ -7,6 +7,8 @@ other, as expandable segments are. Tensors lie anywhere in it.
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 import struct
 import sys
 from ctypes import byref, c_size_t, c_uint64, c_void_p
@@ -165,10 +167,36 @@ def the_same_tensor_twice_and_memory_that_outlives_it(comm: mori_shmem.Communica
         second.tensor(1, U8)
 
 
+def descriptors_run_out(comm: mori_shmem.Communicator) -> None:
+    """On the last rank: too few for the pieces of its own tensor, or for the peers' as well."""
+    pieces = 12
+    segment = Segment(device_of(comm), (2,) * pieces)
+    mine = segment.tensor(0, 2 * pieces * MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for more, what in (
+        (pieces // 2, "no file descriptor"),
+        (pieces + 3, "descriptors of shared memory came"),
+    ):
+        held = os.listdir("/proc/self/fd")
+        if comm.rank == comm.world_size - 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, held)) + more, hard))
+        with pytest.raises(errors.DescriptorLimitError, match=f"{what}.*ulimit -n") as told:
+            comm.import_tensor(mine)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert f"import_tensor failed on rank {comm.world_size - 1}" in str(told.value)
+        assert len(os.listdir("/proc/self/fd")) == len(held)
+    window = comm.import_tensor(mine)
+    comm.barrier()
+    window.close()
+    comm.barrier()
+    segment.free()
+
+
 CHECKS = (
     a_tensor_is_put_to_and_read_in_place,
     kernels_use_both_addresses,
     what_cannot_be_imported_is_refused_everywhere,
+    descriptors_run_out,
     the_same_tensor_twice_and_memory_that_outlives_it,
 )
 

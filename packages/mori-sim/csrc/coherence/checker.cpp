@@ -186,10 +186,11 @@ void StrictChecker::vector_done(Wave& w, const Op& op, const VectorAccess& a, co
   for (unsigned i = 0; i < kLanes; ++i) {
     if (!(a.lanes >> i & 1)) continue;
     bool ours = false;
-    each_record(a.addr[i], a.nbytes, [&](Record&) { ours = true; });
+    const uint64_t at = known_as(w, a.addr[i]);
+    each_record(at, a.nbytes, [&](Record&) { ours = true; });
     if (ours) continue;
     const uint64_t value = loaded[i] | (a.nbytes == 8 ? static_cast<uint64_t>(loaded[kLanes + i]) << 32 : 0);
-    auto [it, fresh] = signals_.emplace(a.addr[i], value);
+    auto [it, fresh] = signals_.emplace(at, value);
     if (!fresh && it->second == value) continue;
     it->second = value;
     const uint32_t outside = agent("another process", -1);

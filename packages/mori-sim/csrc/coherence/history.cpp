@@ -19,10 +19,8 @@ void StrictChecker::gather(Wave& w, const VectorAccess& a) {
 
 void StrictChecker::touch(Wave& w, uint64_t addr, unsigned nbytes) {
   const uint64_t end = addr + nbytes;
-  const Region* const known = ctx_.memory->aliased() ? region(w, addr) : nullptr;
-  const uint64_t shift = known ? known->shift : 0;
   while (addr < end) {
-    const uint64_t line = (addr + shift) / kLine;
+    const uint64_t line = known_as(w, addr) / kLine;
     const unsigned first = static_cast<unsigned>(addr % kLine), n = static_cast<unsigned>(std::min<uint64_t>(kLine - first, end - addr));
     Touched* t = nullptr;
     if (touched_.empty() || line <= highest_)  // lanes mostly go upwards
@@ -38,6 +36,11 @@ void StrictChecker::touch(Wave& w, uint64_t addr, unsigned nbytes) {
     t->bytes.set(first, n);
     addr += n;
   }
+}
+
+uint64_t StrictChecker::known_as(Wave& w, uint64_t addr) {
+  const Region* const r = ctx_.memory->aliased() ? region(w, addr) : nullptr;
+  return r ? addr + r->shift : addr;
 }
 
 const Region* StrictChecker::region(Wave& w, uint64_t addr) {

@@ -74,6 +74,7 @@ class StrictChecker final : public Checker {
   void gather(Wave& w, const VectorAccess& a);
   void touch(Wave& w, uint64_t addr, unsigned nbytes);
   const Region* region(Wave& w, uint64_t addr);
+  uint64_t known_as(Wave& w, uint64_t addr);
   void put(uint64_t line, const Record& r);
   void note_readers(Wave& w, StrictWave& s, uint64_t pc, uint32_t clock);
   void note_reader(uint64_t line, const Reader& reader);

@@ -91,17 +91,32 @@ void Machine::clear_reports() {
 void Machine::engine_pointer(uint64_t addr) {
   if (impl_->checker) impl_->checker->engine_pointer(addr);
 }
+// An engine's or the host's access may span several mappings, which are known by addresses of their own.
+template <class F>
+static void each_known(const Memory& memory, uint64_t addr, uint64_t nbytes, F f) {
+  while (nbytes > 0) {
+    uint64_t part = nbytes;
+    const uint64_t known = memory.known_as(addr, &part);
+    f(known, part);
+    addr += part;
+    nbytes -= part;
+  }
+}
 void Machine::agent_polled(const std::string& a, int d, uint64_t addr, uint64_t n) {
-  if (impl_->checker) impl_->checker->agent_polled(a, d, impl_->ctx.memory->known_as(addr), n);
+  if (!impl_->checker) return;
+  each_known(impl_->memory, addr, n, [&](uint64_t at, uint64_t part) { impl_->checker->agent_polled(a, d, at, part); });
 }
 void Machine::agent_observed(const std::string& a, int d, uint64_t addr, uint64_t value) {
-  if (impl_->checker) impl_->checker->agent_observed(a, d, impl_->ctx.memory->known_as(addr), value);
+  uint64_t n = sizeof value;
+  if (impl_->checker) impl_->checker->agent_observed(a, d, impl_->memory.known_as(addr, &n), value);
 }
 void Machine::agent_reads(const std::string& a, int d, uint64_t addr, uint64_t n, const std::string& what) {
-  if (impl_->checker) impl_->checker->agent_reads(a, d, impl_->ctx.memory->known_as(addr), n, what);
+  if (!impl_->checker) return;
+  each_known(impl_->memory, addr, n, [&](uint64_t at, uint64_t part) { impl_->checker->agent_reads(a, d, at, part, what); });
 }
 void Machine::agent_writes(const std::string& a, int d, uint64_t addr, uint64_t n, const std::string& what) {
-  if (impl_->checker) impl_->checker->agent_writes(a, d, impl_->ctx.memory->known_as(addr), n, what);
+  if (!impl_->checker) return;
+  each_known(impl_->memory, addr, n, [&](uint64_t at, uint64_t part) { impl_->checker->agent_writes(a, d, at, part, what); });
 }
 void Machine::agent_joined(const std::string& a, DispatchId id) {
   if (impl_->checker) impl_->checker->agent_joined(a, id);

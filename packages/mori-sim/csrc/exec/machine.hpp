@@ -39,7 +39,7 @@ struct Region {           // a contiguous, mapped range
   int home_device = 0;    // who owns the memory; -1 host
   bool writable = true;
   bool shared = false;    // other processes map it too and may write it unseen (strict mode)
-  uint64_t shift = 0;     // to the address of the same bytes in their first mapping, if this is a further one
+  uint64_t shift = 0;     // to the address by which checkers know these bytes, where it is another one
 };
 
 class Memory {
@@ -50,7 +50,8 @@ class Memory {
   virtual bool resolve(int device, uint64_t addr, Region* out) = 0;
   virtual uint64_t generation() const = 0;  // changes with each map/unmap/free
   virtual bool aliased() const { return false; }  // whether some memory is mapped at more than one address
-  virtual uint64_t known_as(uint64_t addr) const { return addr; }  // one address for the same bytes in all mappings
+  // One address for the same bytes in all mappings; *nbytes becomes how many of them follow each other there.
+  virtual uint64_t known_as(uint64_t addr, uint64_t* nbytes) const { (void)nbytes; return addr; }
 };
 
 // ---------------------------------------------------------------------------------------------- code

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -105,52 +106,77 @@ Range* AddressSpace::containing(uint64_t address) {
   return const_cast<Range*>(static_cast<const AddressSpace*>(this)->containing(address));
 }
 
+AddressSpace::Known AddressSpace::known_by(const Range& range) {
+  if (range.backing_offset == 0 && range.end - range.begin >= range.backing->nbytes) return {range.begin, 0};
+  const uint64_t nbytes = pages(range.backing->nbytes);
+  void* at = mmap(nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) fail_system("cannot reserve " + std::to_string(nbytes) + " bytes of addresses");
+  return {reinterpret_cast<uint64_t>(at), nbytes};
+}
+
+void AddressSpace::set_shift(Range& range, const Known& known) {
+  if (range.shift != 0) --num_aliases_;
+  range.shift = known.begin + range.backing_offset - range.begin;
+  if (range.shift != 0) ++num_aliases_;
+}
+
 void AddressSpace::insert(Range range) {
   range.shift = 0;
-  for (const auto& [begin, other] : ranges_)
-    if (range.backing && other.backing && other.backing->inode == range.backing->inode) {
-      range.shift = begin + other.shift - other.backing_offset + range.backing_offset - range.begin;
-      break;
-    }
-  if (range.shift != 0) ++num_aliases_;
+  if (range.backing) {
+    auto known = known_.find(range.backing->inode);
+    if (known == known_.end()) known = known_.emplace(range.backing->inode, known_by(range)).first;
+    set_shift(range, known->second);
+  }
   ranges_[range.begin] = std::move(range);
   ++generation_;
 }
 
-void AddressSpace::forget(const Range& range) {
-  if (range.shift != 0) --num_aliases_;
-  else if (range.backing && num_aliases_ > 0) {
-    const Range* first = nullptr;
-    for (auto& [begin, other] : ranges_) {
-      if (!other.backing || other.backing->inode != range.backing->inode) continue;
-      if (other.shift != 0) --num_aliases_;
-      if (first == nullptr) first = &other;
-      other.shift = first->begin - first->backing_offset + other.backing_offset - begin;
-      if (other.shift != 0) ++num_aliases_;
-    }
-  }
+AddressSpace::Known AddressSpace::forget(const Range& range) {
   ++generation_;
+  if (range.shift != 0) --num_aliases_;
+  if (!range.backing) return {};
+  std::vector<Range*> others;
+  for (auto& [begin, other] : ranges_)
+    if (other.backing && other.backing->inode == range.backing->inode) others.push_back(&other);
+  const auto known = known_.find(range.backing->inode);
+  if (others.empty()) {
+    const Known last = known->second;
+    known_.erase(known);
+    return last;
+  }
+  if (known->second.reserved_nbytes != 0 || known->second.begin != range.begin) return {};
+  known->second = known_by(*others.front());
+  for (Range* other : others) set_shift(*other, known->second);
+  return {};
 }
 
-uint64_t AddressSpace::known_as(uint64_t address) const {
+uint64_t AddressSpace::known_as(uint64_t address, uint64_t* nbytes) const {
   if (num_aliases_ == 0) return address;
   std::lock_guard lock(mutex_);
+  const auto above = ranges_.upper_bound(address);
   const Range* range = containing(address);
+  const uint64_t end = range != nullptr ? range->end : above != ranges_.end() ? above->first : ~0ull;
+  *nbytes = std::min(*nbytes, end - address);
   return range == nullptr ? address : address + range->shift;
 }
 
 // Throws what `check` throws, which gets null when no range starts there.
 Range AddressSpace::take_out(uint64_t address, const std::function<void(const Range*)>& check) {
   Range range;
+  Known known;
   {
     std::lock_guard lock(mutex_);
     const auto found = ranges_.find(address);
     check(found == ranges_.end() ? nullptr : &found->second);
     range = found->second;
     ranges_.erase(found);
-    forget(range);
+    known = forget(range);
   }
   on_gone(range.begin, range.end - range.begin);
+  if (known.reserved_nbytes != 0) {
+    on_gone(known.begin, known.reserved_nbytes);
+    munmap(reinterpret_cast<void*>(known.begin), known.reserved_nbytes);
+  }
   return range;
 }
 

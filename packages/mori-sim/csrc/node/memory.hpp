@@ -51,7 +51,7 @@ struct Range {
   uint64_t backing_offset = 0;
   std::array<uint8_t, kMaxDevices> rights{};  // bit 0 read, bit 1 write, for each device
   uint64_t host_flags = 0;       // what the caller asked for, shown by pointer queries
-  uint64_t shift = 0;            // to the first mapping of the same bytes; checkers know bytes by that address
+  uint64_t shift = 0;            // to the address by which checkers know these bytes
 };
 
 class AddressSpace : public Memory {
@@ -97,7 +97,7 @@ class AddressSpace : public Memory {
   bool resolve(int device, uint64_t address, Region* region) override;
   uint64_t generation() const override { return generation_; }
   bool aliased() const override { return num_aliases_ > 0; }
-  uint64_t known_as(uint64_t address) const override;
+  uint64_t known_as(uint64_t address, uint64_t* nbytes) const override;
   void host_mappings_may_have_changed();    // before a launch: what is lent is looked up anew
 
  private:
@@ -105,13 +105,21 @@ class AddressSpace : public Memory {
   Range* containing(uint64_t address);
   const Range* containing(uint64_t address) const;
   void insert(Range range);
-  void forget(const Range& range);  // another mapping of the same bytes becomes the first, if there is one
+  // By which address the bytes of a backing are known: that of a mapping which has all of them, or else addresses that
+  // are reserved for it, where nothing is mapped.
+  struct Known {
+    uint64_t begin = 0, reserved_nbytes = 0;
+  };
+  static Known known_by(const Range& range);
+  void set_shift(Range& range, const Known& known);
+  Known forget(const Range& range);  // what it was known by, if that ends with it
   bool resolve_lent(int device, uint64_t address, Region* region);
   void poison(const Range& range);
 
   const bool lend_host_memory_, poison_;
   mutable std::recursive_mutex mutex_;
   std::map<uint64_t, Range> ranges_;               // by first address
+  std::map<uint64_t, Known> known_;                // by inode of the backing
   std::map<uint64_t, uint64_t> reservations_;      // first address -> nbytes
   std::map<uint64_t, std::pair<uint64_t, bool>> lent_;  // ordinary mappings: first -> (end, writable)
   std::array<std::array<bool, kMaxDevices>, kMaxDevices> peers_{};

@@ -11,12 +11,13 @@ import ctypes
 import struct
 import sys
 import time
-from ctypes import c_uint64, c_void_p
+from ctypes import c_size_t, c_uint64, c_void_p
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 import hip
 from device import ORDER, pointer
+from hip import GRANULE
 
 LANES, NBYTES, PAGE, WPTR = 64, 64 * 16, 4096, 64
 DEADLINE_S = 30
@@ -306,6 +307,75 @@ def first_launched_ends_last():
     queue.close()
 
 
+def mapped(*parts):
+    """One range of addresses in which parts (handle, offset, bytes) follow each other."""
+    nbytes, place = sum(n for _, _, n in parts), c_void_p()
+    hip.call("hipMemAddressReserve", ctypes.byref(place), c_size_t(nbytes), c_size_t(0), None, c_uint64(0))
+    at = place.value
+    for handle, offset, n in parts:
+        hip.call("hipMemMap", c_void_p(at), c_size_t(n), c_size_t(offset), handle, c_uint64(0))
+        at += n
+    hip.call("hipMemSetAccess", place, c_size_t(nbytes), struct.pack("<iii", 1, 0, 3), c_size_t(1))
+    return place.value
+
+
+def handle_of(granules):
+    handle, properties = c_void_p(), struct.pack("<iiiiQBBHi", 1, 1, 1, 0, 0, 0, 0, 0, 0)
+    hip.call("hipMemCreate", ctypes.byref(handle), c_size_t(granules * GRANULE), properties, c_uint64(0))
+    return handle
+
+
+@contextlib.contextmanager
+def kernel_that_has_not_ended(target):
+    """It has filled the target."""
+    filling, end = hip.stream(), word()
+    launch_fill(target, word(1), end, stream=filling.value)
+    until(lambda: hip.view(target + NBYTES - 4, 1)[0] == 7)
+    yield
+    put(end, 1)
+    hip.synchronize()
+
+
+def half_of_a_handle_beside_another():
+    """The second half of one lies behind another; the first half, elsewhere, is not that other's memory."""
+    halves, other = handle_of(2), handle_of(1)
+    beside = mapped((other, 0, GRANULE), (halves, GRANULE, GRANULE))
+    first = mapped((halves, 0, GRANULE))
+    queue = hip.SdmaQueue(0, 2)
+    filled(first)
+    hip.synchronize()
+    with kernel_that_has_not_ended(beside):
+        copied(queue, first)()
+    hip.call("hipMemUnmap", c_void_p(first), c_size_t(GRANULE))
+    with kernel_that_has_not_ended(beside):
+        filled(beside + GRANULE)
+    hip.synchronize()
+    copied(queue, mapped((halves, 0, 2 * GRANULE)) + GRANULE)()  # all of it, by now at two addresses
+    queue.close()
+
+
+def half_of_a_handle_at_two_addresses():
+    """The kernel that fills it by one of them has not ended."""
+    halves = handle_of(2)
+    mapped((halves, 0, GRANULE))
+    second, queue = mapped((halves, GRANULE, GRANULE)), hip.SdmaQueue(0, 2)
+    with kernel_that_has_not_ended(mapped((halves, 0, 2 * GRANULE)) + GRANULE):
+        copied(queue, second)()
+    queue.close()
+
+
+def copy_across_two_mappings():
+    """Of the second, a kernel that has not ended has stored the bytes, by another address."""
+    one, other = handle_of(1), handle_of(1)
+    by_itself, queue = mapped((other, 0, GRANULE)), hip.SdmaQueue(0, 2)
+    across = mapped((one, 0, GRANULE), (other, 0, GRANULE)) + GRANULE - 64
+    filled(across)
+    hip.synchronize()
+    with kernel_that_has_not_ended(by_itself):
+        copied(queue, across)()
+    queue.close()
+
+
 def many_queues_one_after_the_other():
     """None of them shares its doorbell with one that lives."""
     kept = hip.SdmaQueue(0, 2)
@@ -328,8 +398,9 @@ RIGHT = (
     kernels_and_engine_count,
     first_launched_ends_last,
     many_queues_one_after_the_other,
+    half_of_a_handle_beside_another,
 )
-WRONG = (hasty_ring, another_stream_opens)
+WRONG = (hasty_ring, another_stream_opens, half_of_a_handle_at_two_addresses, copy_across_two_mappings)
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def run_ranks_to_the_end(
     """As `run_ranks`, but a failing rank does not end the others, and nothing is raised: how each rank
     ended.
 
-    from_here  no server: the ranks are forked from this process, which must have one thread, and begin with
-               all that it has imported and made (compiled kernels, say)
+    from_here  no server: the ranks are forked from this process, which must have one Python thread, and
+               begin with all that it has imported and made (compiled kernels, say)
     """
     return run_job(
         fn, args, _checked(world_size), timeout_s, stop_at_first_failure=False, from_here=from_here

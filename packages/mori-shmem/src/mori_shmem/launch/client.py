@@ -51,6 +51,8 @@ def run_job(
         raise ArgumentError(f"fn={fn!r} cannot be called")
     if timeout_s is not None and not timeout_s > 0:
         raise ArgumentError(f"timeout_s={timeout_s!r}: a number of seconds above 0, or None for no limit")
+    if from_here:
+        _check_one_thread()
     job = Job(
         call=dumps_for_ranks(fn, tuple(args)),
         world_size=world_size,
@@ -78,6 +80,17 @@ def run_job(
             _wait_for_end(mine)
     outcomes = [_outcome(report, world_size, timeout_s) for report in reports]
     return outcomes if stop_at_first_failure and _failed(outcomes) else sorted(outcomes, key=lambda o: o.rank)
+
+
+def _check_one_thread() -> None:
+    """A fork takes one thread along, and the locks that the others hold stay locked. Idle threads of native
+    libraries (torch's pools, for one) hold none and are not counted."""
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if others:
+        raise ArgumentError(
+            f"from_here: this process has other threads ({', '.join(others)}), and a fork would leave locks "
+            "of theirs locked in the ranks for ever: join them first, or start the ranks without from_here"
+        )
 
 
 @contextlib.contextmanager

@@ -5,18 +5,20 @@ when a peer has died are those of a native fabric that owns no memory and no que
 
 A wait of the host looks again and again, with pauses that grow to a millisecond. It ends at its deadline,
 when a peer it needs has died, or when a kernel of this rank has left a fault record: then the call that the
-kernel belongs to has failed, and its error says so.
+kernel belongs to has failed, and its error says so. A wait that ends with a peer's death may end the waits
+of this rank's kernels as well (`ends_kernels`): what they wait for will never come.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mori_shmem.core import core_error, native
+from mori_shmem.core import CoreError, core_error, native
 from mori_shmem.deadline import Deadline
 from mori_shmem.errors import ArgumentError, TransportInert
 from mori_shmem.targets.fault_record import FaultRecord
@@ -33,6 +35,10 @@ _DEATH_GRACE_S = 0.25  # work that needs no peer gets this long to finish after 
 
 class GpuFabric(ABC):
     """One communicator's share of a GPU. `control` is the native fabric that it leans on."""
+
+    # Whether a wait of the host that finds a peer dead gives up this rank's kernels. Not where ops go on
+    # without a rank that has died: kernels that were given up once stay so.
+    ends_kernels = False
 
     def __init__(self, control: native.Fabric, record: FaultRecord, timeout_s: float) -> None:
         self.rank, self.world_size = control.rank, control.world_size
@@ -96,7 +102,8 @@ class GpuFabric(ABC):
                 "cmp": cmp,
                 "peer": peer,
             }
-            self._raise_if_gone(peer, facts)
+            with self.ending_kernels():
+                self._raise_if_gone(peer, facts)
             if deadline.passed():
                 raise core_error("timeout", waited_s=deadline.timeout_s, **facts)
         raise AssertionError("looks do not end")
@@ -120,7 +127,8 @@ class GpuFabric(ABC):
         limit = self.timeout_s if timeout_s is None else timeout_s
         deadline = Deadline(limit)
         self.await_callers_work(limit)
-        self.control.barrier(max(deadline.left_s(), 0.001))
+        with self.ending_kernels():
+            self.control.barrier(max(deadline.left_s(), 0.001))
 
     def check(self) -> None:
         """Raise what a kernel of this rank has left in the fault record, or that kernels were given up."""
@@ -135,10 +143,20 @@ class GpuFabric(ABC):
     def give_up_kernels(self) -> list[int]:
         """If ranks have died, end the waits of this rank's kernels: they run to their ends within
         milliseconds, with wrong data, and `check` raises from now on. The ranks."""
-        dead = [rank for rank, state in enumerate(self._states()) if state == "dead"]
+        dead = self.dead_ranks()
         if dead:
             self.record.abandon(dead)
         return dead
+
+    @contextlib.contextmanager
+    def ending_kernels(self) -> Iterator[None]:
+        """What raises in here that a peer has died gives up this rank's kernels first."""
+        try:
+            yield
+        except CoreError as error:
+            if error.kind == "peer_died" and self.ends_kernels:
+                self.give_up_kernels()
+            raise
 
     def await_idle(
         self,
@@ -164,7 +182,8 @@ class GpuFabric(ABC):
                 deadline = Deadline(grace)
             elif deadline.passed():
                 if death_seen:
-                    raise core_error("peer_died", ranks=self._dead(), **facts)
+                    with self.ending_kernels():
+                        raise core_error("peer_died", ranks=self._dead(), **facts)
                 raise core_error("timeout", waited_s=deadline.timeout_s, **facts)
 
     def _looks(self) -> Iterator[None]:
@@ -180,11 +199,16 @@ class GpuFabric(ABC):
     def _states(self) -> list[str]:
         return list(self.control.peer_states())
 
+    def dead_ranks(self) -> list[int]:
+        """Whose processes have ended without closing the communicator, as of now."""
+        return [rank for rank, state in enumerate(self._states()) if state == "dead"]
+
     def _dead(self) -> list[int]:
+        """The same, at most so many milliseconds old: for loops that look often."""
         now = time.monotonic()
         if now >= self._next_death_look:
             self._next_death_look = now + _DEATH_EVERY_S
-            self._known_dead = [rank for rank, state in enumerate(self._states()) if state == "dead"]
+            self._known_dead = self.dead_ranks()
         return self._known_dead
 
     def _raise_if_gone(self, peer: int, facts: dict[str, Any]) -> None:

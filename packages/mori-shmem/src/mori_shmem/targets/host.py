@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from mori_shmem import descriptors
 from mori_shmem.core import native
 from mori_shmem.deadline import Deadline
 from mori_shmem.errors import TransportInert
@@ -32,10 +33,14 @@ if TYPE_CHECKING:
 
 def open_fabric(mesh: Mesh, values: Snapshot, num_queues: int, deadline: Deadline) -> native.Fabric:
     """Exchange control pages and pidfds with the peers, then start the engines."""
-    mine = [native.create_memory(native.CONTROL_BYTES, "mori-control"), os.pidfd_open(os.getpid())]
+    mine: list[int] = []
     theirs: list[list[int]] = []
     try:
-        theirs = [message.fds for message in mesh.exchange("init", None, deadline, mine)]
+        mine.append(native.create_memory(native.CONTROL_BYTES, "mori-control"))
+        mine.append(os.pidfd_open(os.getpid()))
+        messages = mesh.exchange("init", None, deadline, mine)
+        theirs = [message.fds for message in messages]
+        descriptors.check_all_came(f"rank {mesh.rank} of {mesh.world_size}, in init", messages)
         mesh.pidfds = {peer: os.dup(fds[1]) for peer, fds in enumerate(theirs) if peer != mesh.rank}
         return native.Fabric(
             mesh.rank,

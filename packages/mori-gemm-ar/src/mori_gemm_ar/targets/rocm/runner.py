@@ -192,9 +192,6 @@ class Runner:
         core = self._comm.core
         return not (core.closed or core.device.is_idle(core.callers_stream()))
 
-    def _dead(self) -> list[int]:
-        return [rank for rank, state in enumerate(self._comm.core.peer_states()) if state == "dead"]
-
     def _wait(self) -> None:
         """Until this rank's kernels have ended, which they are made to do when a rank dies. A wait of theirs
         that was late ends those behind it, too, so the record is looked at last: taken earlier, it would let
@@ -202,7 +199,7 @@ class Runner:
         core, pause_s, dead_since = self._comm.core, _PAUSES_S[0], None
         stream = core.callers_stream()
         while not core.device.is_idle(stream):
-            dead = self._dead()
+            dead = core.dead_ranks()
             now = time.monotonic()
             dead_since = (dead_since or now) if dead else None
             self._failed = self._failed or bool(dead)

@@ -27,6 +27,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mori_shmem import descriptors
 from mori_shmem.core import core_error
 from mori_shmem.deadline import Deadline
 from mori_shmem.errors import MoriError, PeerTimeout, TransportInert
@@ -71,7 +72,9 @@ class Group:
             except MoriError:
                 raise
             except RuntimeError as error:
-                raise core_error("system", call="torch's rendezvous", error=str(error)) from error
+                raise core_error(
+                    "system", call="torch's rendezvous", error=str(error), errno=descriptors.shortage()
+                ) from error
 
     def close(self) -> None:
         from torch._C._distributed_c10d import _unregister_process_group

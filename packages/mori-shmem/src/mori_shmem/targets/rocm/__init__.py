@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from mori_shmem import descriptors
 from mori_shmem.core import native
 from mori_shmem.deadline import Deadline
 from mori_shmem.mesh import Mesh
@@ -51,8 +52,10 @@ def open_fabric(mesh: Mesh, values: Snapshot, num_queues: int, deadline: Deadlin
     try:
         fabric = Fabric(control, device, told, values)
         part = create_part(fabric, CONTROL_BYTES, "signals")
-        fds = [message.fds[0] for message in mesh.exchange("control", None, deadline, part.fds)]
+        messages = mesh.exchange("control", None, deadline, part.fds)
+        fds = [fd for message in messages for fd in message.fds]
         try:
+            descriptors.check_all_came(f"rank {mesh.rank} of {mesh.world_size}, in init", messages)
             fabric.words = map_window(fabric, part, fds, CONTROL_BYTES, deadline)
         finally:
             part.close()

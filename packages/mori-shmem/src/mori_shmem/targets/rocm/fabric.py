@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mori_shmem.core import CoreError, native
 from mori_shmem.deadline import Deadline
@@ -30,9 +30,6 @@ from mori_shmem.targets.gpu_fabric import GpuFabric
 from mori_shmem.targets.rocm.queue import Queue
 from mori_shmem.targets.rocm.sdma import Sdma
 from mori_shmem.variables import RING_BYTES, SDMA, TIMEOUT_S
-
-if TYPE_CHECKING:
-    pass
 
 _ROW_BYTES = 8 * 1024  # a word for each of the most ranks that there can be
 _SCRATCH_BYTES = 64  # what a probe copies
@@ -76,6 +73,8 @@ def words_of(queue: native.RocmQueue, peer: int, record: int, timeout_s: float) 
 
 class Fabric(GpuFabric):
     """Made by `open_fabric`."""
+
+    ends_kernels = True
 
     def __init__(
         self,
