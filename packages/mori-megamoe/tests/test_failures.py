@@ -198,7 +198,7 @@ def test_the_environment_says_whether_invalid_ids_are_allowed(monkeypatch: pytes
     ("changes", "words"),
     [
         ({"quant": "a8w8"}, "quant='a8w8': a8w4"),
-        ({"mega_scheme": "slots"}, "mega_scheme='slots': one of fixedslot, compact"),
+        ({"mega_scheme": "slots"}, "mega_scheme='slots' is not known; allowed: fixedslot, compact"),
         ({"experts": 4}, "experts=4 on world_size=3"),
         ({"max_tok_per_rank": 100}, "the next larger one is 128"),
         ({"topk": 17}, "topk=17"),

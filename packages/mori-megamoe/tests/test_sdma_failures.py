@@ -57,7 +57,9 @@ def test_installing_twice_and_what_else_is_refused() -> None:
 
     def rank() -> None:
         with mori_shmem.init() as comm, TOY.layer(comm) as moe:
-            with pytest.raises(ArgumentError, match=r"DirectStores is no mori_megamoe\.MegaMoE"):
+            with pytest.raises(
+                ArgumentError, match=r"moe is a DirectStores, which is no mori_megamoe\.MegaMoE"
+            ):
                 MegaMoEStage1Sdma(moe.stage1)  # type: ignore[arg-type]
             stage1 = MegaMoEStage1Sdma(moe)
             with pytest.raises(MoriError, match="is not installed"):
