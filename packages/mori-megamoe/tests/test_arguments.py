@@ -44,7 +44,7 @@ def wrong_flags() -> Iterator[tuple[str, Any]]:
 def wrong_tensors(x: torch.Tensor) -> Iterator[tuple[str, Any]]:
     yield from {"text": "x", "a list": [1.5], "numpy": np.ones(3), "a number": 3, "None": None}.items()
     yield "sparse", torch.zeros(x.shape).to_sparse()
-    yield "nested", torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    yield "nested", torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
     yield "another dtype", x.to(torch.float64) if x.dtype != torch.float64 else x.int()
     yield "flat", x.flatten()[:-1]
     yield "no dimension", x.flatten()[0]

@@ -21,7 +21,7 @@ def check_words(quant: str, mega_scheme: str) -> None:
     """The strings are ones that are known."""
     if not isinstance(quant, str) or quant != "a8w4":
         raise UnsupportedShape(
-            f"quant={described(quant)}: 'a8w4' (MX fp8 rows, MX fp4 weights) is all there is"
+            f"quant={described(quant)}: a8w4 (MX fp8 rows, MX fp4 weights) is all there is"
         )
     check_word("mega_scheme", mega_scheme, SCHEMES)  # rows are laid out compactly with both
 
