@@ -111,7 +111,14 @@ class Kernels:
         self.log.append("close")
 
 
-COMM: Any = SimpleNamespace(rank=1, world_size=2, backend="rocm")
+def communicator(world_size: int = 2, backend: str = "rocm") -> Any:
+    """Rank 1 of ranks that all do as it does."""
+    return SimpleNamespace(
+        rank=1, world_size=world_size, backend=backend, all_gather=lambda told: [told] * world_size
+    )
+
+
+COMM = communicator()
 
 
 @pytest.fixture
@@ -200,10 +207,10 @@ def test_what_a_layer_is_made_for(tree: Tree, changes: dict[str, Any], words: st
 
 
 def test_where_it_runs(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    (reason,) = reasons(tree.layer, SimpleNamespace(rank=1, world_size=2, backend="host"))
+    (reason,) = reasons(tree.layer, communicator(backend="host"))
     assert reason.startswith("the communicator's backend is 'host'")
     tree.layer.world_size = 16
-    (reason,) = reasons(tree.layer, SimpleNamespace(rank=1, world_size=16, backend="rocm"))
+    (reason,) = reasons(tree.layer, communicator(world_size=16))
     assert reason == "16 ranks: at most 8, those of one node"
     tree.layer.world_size = 2
     for arch, name in (("gfx942", "gfx942"), (None, "no AMD GPU")):
@@ -303,3 +310,23 @@ def test_twice_is_refused(tree: Tree) -> None:
     assert reason.startswith("another Stage1 of mori-megamoe is installed in this layer")
     adapter.uninstall()
     assert reasons(tree.layer) == []
+
+
+@both
+def test_kernels_that_cannot_be_opened_leave_the_layer_as_it_was(tree: Tree) -> None:
+    class NoRoom(Kernels):
+        def open(self, found: Found, options: Any, comm: Any) -> None:
+            raise MemoryError("no room")
+
+    before = tree.layer._s1_mega
+    with pytest.raises(MoriError, match="kernels cannot be opened on rank 0: MemoryError: no room; rank 1: "):
+        AiterStage1Sdma(tree.layer, COMM, kernels=NoRoom()).install()
+    assert tree.layer._s1_mega is before
+
+
+def test_what_the_adapter_is_given_is_looked_at() -> None:
+    for comm in (None, 3, "x"):
+        with pytest.raises(ArgumentError, match=r"comm is .*: a communicator of mori_shmem\.init is needed"):
+            AiterStage1Sdma(object(), comm)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="kernels is 'x': an object with open, launch and close"):
+        AiterStage1Sdma(object(), COMM, kernels="x")  # type: ignore[arg-type]

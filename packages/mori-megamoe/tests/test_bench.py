@@ -124,6 +124,21 @@ def test_PK_2_what_cannot_be_done_is_said_before_any_rank_starts(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("variable", ["MORI_MEGAMOE_PAIRS", "MORI_TIMEOUT_S", "MORI_SHMEM_BACKEND"])
+@pytest.mark.parametrize("options", [["--backend", "host"], [], ["test"]])
+def test_PK_2_a_variable_with_a_bad_value_is_one_line_before_any_rank_starts(
+    variable: str,
+    options: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mori_megamoe.bench.__main__._run", lambda *_: pytest.fail("ranks would start"))
+    monkeypatch.setenv(variable, "x")
+    assert main([*options, *QUICK]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"mori-megamoe-bench: {variable}='x' is refused: it takes ")
+
+
 @pytest.mark.parametrize("option", ["--json", "--trace", "--picture", "--reps"])
 def test_PK_2_what_only_a_measurement_has_is_refused_by_test(
     option: str, capsys: pytest.CaptureFixture[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mori_megamoe.config import BUCKETS, bucket_for, max_sort_block_m, tile_n_for
+from mori_megamoe.config import BUCKETS, bucket_for, max_sort_block_m
 from mori_megamoe.layout import layout_for
 from mori_megamoe.problem import Problem
 from mori_shmem.errors import ArgumentError
@@ -42,8 +42,6 @@ def test_the_rows_that_stage1_over_copy_engines_goes_by() -> None:
     assert rows[128] == (32, "ldsw")
     assert rows[256] == rows[2048] == (64, "ldsw")
     assert rows[4096] == rows[8192] == (128, "shuffler")
-    assert all(b.tile_n == (512 if b.tokens > 4 else 256) for b in BUCKETS)
-    assert all(b.sort_block_m % 32 == 0 and b.sort_block_m % b.stage2_block_m == 0 for b in BUCKETS)
 
 
 def test_the_largest_tile_covers_every_number_of_tokens() -> None:
@@ -51,18 +49,11 @@ def test_the_largest_tile_covers_every_number_of_tokens() -> None:
         assert max_sort_block_m(most) == max(bucket_for(n).sort_block_m for n in range(most + 1))
 
 
-def test_tiles_of_narrow_layers_are_narrow() -> None:
-    assert tile_n_for(bucket_for(2048), 3072) == 512
-    assert tile_n_for(bucket_for(2048), 256) == 256
-    assert (2 * 256) % tile_n_for(bucket_for(2048), 256) == 0
-
-
 def test_sizes_of_a_large_layer() -> None:
     assert (PRO.experts_per_rank, PRO.num_segments, PRO.sends_per_rank) == (48, 392, 49)
     assert PRO.capacity_rows == 8 * 8192 * 6 + 50 * 128
     assert PRO.partial_format == "fp8_blockwise_1x32"
     assert PRO.partial_bytes == 7168 + 224
-    assert PRO.gemm1_flops(49152) == pytest.approx(4.33e12, rel=0.01)
     assert layout_for(PRO).nbytes < 5 << 30
 
 
@@ -106,7 +97,7 @@ def problem(**changes: Any) -> Problem:
         ({"max_tokens": 32768, "num_ranks": 512, "num_experts": 512}, "less than 16777216"),
         ({"swiglu_limit": -1.0}, "swiglu_limit=-1"),
         ({"swiglu_limit": float("nan")}, "swiglu_limit=nan"),
-        ({"partials": "fp8"}, "partials='fp8': one of auto, bf16, fp8_blockwise_1x32"),
+        ({"partials": "fp8"}, "partials='fp8' is not known; allowed: auto, bf16, fp8_blockwise_1x32"),
     ],
 )
 def test_MM_2_what_no_target_can_do_is_refused_with_the_rule(changes: dict[str, Any], words: str) -> None:

@@ -25,6 +25,7 @@ from mori_shmem.errors import PeerTimeout
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_cases import make_weights, operand_rows
 from cuda_ranks import RankCall, Ranks, random_call, routes_by_expert
+from patience import with_longer_times
 
 LIMIT = 10.0
 SHAPE = Shape(2, 256, 256, num_experts=4, topk=2, max_tokens=32, body="R", tile_rows=64)
@@ -141,7 +142,11 @@ def test_fused_equals_the_baseline_byte_for_byte_in_calls_that_alternate() -> No
 @pytest.mark.parametrize("wait", ["signals", "queue"])
 def test_a_rank_that_stops_sending_is_named_and_the_kernel_ends(wait: str) -> None:
     """Rank 1 makes its plan and dies: rank 0 waits for its rows, says so, and ends."""
-    ranks = Ranks(SHAPE, timeout_s=0.3)
+    with_longer_times(lambda limit_s: rank_1_stops(wait, limit_s), 0.3, 3, 20)
+
+
+def rank_1_stops(wait: str, limit_s: float) -> None:
+    ranks = Ranks(SHAPE, timeout_s=limit_s)
     weights, _ = weights_by_rank(SHAPE)
     calls = [random_call(SHAPE, n, r, invalid=0) for r, n in enumerate((5, 9))]
     for rank, call in enumerate(calls):
@@ -152,7 +157,7 @@ def test_a_rank_that_stops_sending_is_named_and_the_kernel_ends(wait: str) -> No
     assert (found["code"], found["peer"]) == (1, 1)
     assert found["what"] == params.WAIT_ROWS
     assert found["seen"] < found["wanted"]
-    assert isinstance(error_of(found, 0.3), PeerTimeout)
+    assert isinstance(error_of(found, limit_s), PeerTimeout)
 
 
 # ---- on GPUs ----

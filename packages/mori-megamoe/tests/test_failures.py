@@ -15,28 +15,34 @@ from mori_megamoe.targets.host import DirectStores
 from mori_megamoe.testing import Toy, same_bytes
 from mori_shmem.errors import ArgumentError, ClosedError, LayoutError, MoriError, PeerDied, PeerTimeout
 from mori_shmem.testing import die, run_ranks_to_the_end
+from patience import with_longer_times
 
 TOY = Toy(3)
 INPUTS = TOY.inputs((20, 9, 5))
 
 
 def test_a_rank_that_does_not_come_is_named_with_flag_and_values() -> None:
+    with_longer_times(rank_1_does_not_come, 0.6, 3, 12)
+
+
+def rank_1_does_not_come(limit_s: float) -> None:
     def rank() -> None:
-        with mori_shmem.init() as comm, TOY.layer(comm) as moe:
+        with mori_shmem.init(timeout_s=60) as comm, TOY.layer(comm) as moe:
             moe(*INPUTS[comm.rank])
             comm.barrier()
             if comm.rank == 1:
-                time.sleep(3)
+                comm.barrier()  # until the others have given up
                 return
-            comm.timeout_s = 0.6  # of the waits from here on: to meet may take longer on a busy machine
+            comm.timeout_s = limit_s  # of the waits from here on
             began = time.monotonic()
             with pytest.raises(PeerTimeout, match=r"`counted` of launch 2: .*rank 1") as late:
                 moe(*INPUTS[comm.rank])
-            assert 0.5 < time.monotonic() - began < 2.5
+            assert 0.8 * limit_s < time.monotonic() - began < 20
             assert late.value.peers == (1,)
             assert (late.value.seen, late.value.wanted) == (1, 2)
             with pytest.raises(MoriError, match="since a call failed with PeerTimeout"):
                 moe(*INPUTS[comm.rank])
+            comm.barrier(timeout_s=60)
 
     mori_shmem.run_ranks(rank, 3)
 
@@ -69,8 +75,12 @@ class DiesIn(DirectStores):
 
 @pytest.mark.parametrize("where", ["prepare", "before", "among", "after"])
 def test_a_dead_rank_is_named_within_two_seconds(where: str) -> None:
+    with_longer_times(lambda limit_s: one_dies(where, limit_s), 2, 2, 20)  # of a deadline of 60
+
+
+def one_dies(where: str, limit_s: float) -> None:
     def rank() -> float:
-        comm = mori_shmem.init()
+        comm = mori_shmem.init(timeout_s=60)
         moe = TOY.layer(comm)
         moe(*INPUTS[comm.rank])
         if comm.rank == 1:
@@ -86,7 +96,7 @@ def test_a_dead_rank_is_named_within_two_seconds(where: str) -> None:
 
     outcomes = run_ranks_to_the_end(rank, 3, timeout_s=60)
     assert [o.error is None for o in outcomes] == [True, False, True], outcomes
-    assert all(o.value < 2 for o in outcomes if o.rank != 1)
+    assert all(o.value < limit_s for o in outcomes if o.rank != 1)
 
 
 def test_late_ranks_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +208,7 @@ def test_the_environment_says_whether_invalid_ids_are_allowed(monkeypatch: pytes
     ("changes", "words"),
     [
         ({"quant": "a8w8"}, "quant='a8w8': a8w4"),
-        ({"mega_scheme": "slots"}, "mega_scheme='slots': one of fixedslot, compact"),
+        ({"mega_scheme": "slots"}, "mega_scheme='slots' is not known; allowed: fixedslot, compact"),
         ({"experts": 4}, "experts=4 on world_size=3"),
         ({"max_tok_per_rank": 100}, "the next larger one is 128"),
         ({"topk": 17}, "topk=17"),
@@ -228,13 +238,13 @@ def test_a_second_thread_and_a_closed_layer_are_refused() -> None:
 
             def gemm1(self, launch: Launch) -> None:
                 inside.set()
-                go.wait(10)
+                go.wait(60)
                 super().gemm1(launch)
 
         moe.replace_stage1(Waits())
         thread = threading.Thread(target=lambda: moe(*given))
         thread.start()
-        inside.wait(10)
+        assert inside.wait(60)
         with pytest.raises(MoriError, match="in a call already, on another thread"):
             moe(*given)
         go.set()

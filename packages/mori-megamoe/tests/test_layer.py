@@ -14,10 +14,11 @@ import mori_shmem
 import pytest
 import torch
 from mori_bench import Trace
-from mori_megamoe import MegaMoE, mx, plan
+from mori_megamoe import MegaMoE, MegaMoEStage1Sdma, mx, plan
 from mori_megamoe.reference import RankInput, Result
 from mori_megamoe.testing import Toy, same_bytes, wrong_rows
 from mori_shmem.errors import ArgumentError, LayoutError
+from sdma_modes import FEW, MODES
 
 Calls = Sequence[Sequence[RankInput]]  # for each call, what every rank gives
 
@@ -291,6 +292,32 @@ def test_weights_that_are_refused_leave_those_before() -> None:
         with pytest.raises(LayoutError, match="w1 is on meta"):
             moe.weights = type(moe.weights)(*(part.to("meta") for part in moe.weights))
         assert same_bytes(moe(*given), toy.reference([given])[0].out)
+
+
+@pytest.mark.parametrize("partials", ["bf16", "fp8_blockwise_1x32"])
+@pytest.mark.parametrize("mode", [None, *FEW])
+def test_an_infinity_or_a_nan_stays_with_its_token(partials: str, mode: str | None) -> None:
+    """In rows and in the router's weights of some tokens: these come back with no finite value, the others
+    with the bytes that they have without."""
+    toy = Toy(2, partials=partials)
+    good = toy.inputs((20, 9))
+    bad = [RankInput(x.clone(), weights.clone(), ids) for x, weights, ids in good]
+    for given, odd in zip(bad, (torch.inf, torch.nan), strict=True):
+        given.x[2, 40], given.x[5, 7] = odd, -odd
+        given.weights[7, 1] = odd
+    want, spoilt = toy.reference(good), torch.tensor([2, 5, 7])
+
+    def rank() -> None:
+        with mori_shmem.init() as comm, toy.layer(comm) as moe:
+            if mode is not None:
+                MegaMoEStage1Sdma(moe, **MODES[mode]).install()
+            out = moe(*bad[comm.rank])
+            assert not out[spoilt].isfinite().any()
+            whole = torch.ones(len(out), dtype=torch.bool)
+            whole[spoilt] = False
+            assert same_bytes(out[whole], want[comm.rank].out[whole])
+
+    mori_shmem.run_ranks(rank, 2)
 
 
 class Routed(torch.autograd.Function):

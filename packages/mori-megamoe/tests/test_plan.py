@@ -138,11 +138,8 @@ def test_tiles_cover_every_row_once_in_order_and_read_only_what_their_segment_br
             assert numbers == {tile.number}
 
 
-def test_tiles_of_an_expert_end_where_said(case: Case) -> None:
-    for rank, here in enumerate(case.plans):
-        first = rank * case.problem.experts_per_rank
-        for expert, end in enumerate(here.expert_tile_end):
-            assert end == sum(tile.expert <= first + expert for tile in here.tiles)
+def test_rows_are_those_of_the_tiles(case: Case) -> None:
+    for here in case.plans:
         assert here.num_rows == len(here.tiles) * here.block_m
 
 
@@ -175,18 +172,6 @@ def test_signal_values_grow_over_segments_and_launches(case: Case) -> None:
     assert values == list(range(1, len(values) + 1))
 
 
-def test_what_adding_signals_amounts_to(case: Case) -> None:
-    """With every segment signalled: the value within the launch. Without the empty ones: how many are not."""
-    p = case.problem
-    for counts in case.counts:
-        for rank in range(p.num_ranks):
-            fixed = [plan.added(counts, p, rank, j, skip_empty=False) for j in range(p.sends_per_rank)]
-            assert fixed == [plan.value_after(p, 1, j) for j in range(p.sends_per_rank)]
-            skipped = [plan.added(counts, p, rank, j, skip_empty=True) for j in range(p.sends_per_rank)]
-            full = [counts[plan.segment_id(p, rank, j)] > 0 for j in range(p.sends_per_rank)]
-            assert skipped == [sum(full[: j + 1]) for j in range(p.sends_per_rank)]
-
-
 def test_the_same_counts_give_the_same_plan(case: Case) -> None:
     again = plan.destinations([list(c) for c in case.counts], case.problem, case.blocks_m, list(case.pairs))
     assert again == case.plans
@@ -212,14 +197,6 @@ def test_a_pairs_rows_land_once_and_are_read_by_both() -> None:
     assert here.tiles == ((0, 0, 0, 0), (0, 32, 32, 1), (1, 64, 64, 2), (2, 96, 0, 0))
     assert here.landing_row(1, 0) == 2
     assert here.sections_of(0)[1].base(1) == 98
-
-
-def test_epochs_and_the_counter_of_their_parity() -> None:
-    totals = [0, 0]
-    for epoch in range(1, 9):
-        totals[plan.parity(epoch)] += 8
-        assert plan.expected(epoch, 8) == totals[plan.parity(epoch)]
-        assert plan.expected(epoch, 8) // 8 * 2 - plan.parity(epoch) == epoch
 
 
 def test_every_bucket_makes_whole_pieces_of_scales() -> None:

@@ -18,6 +18,7 @@ from mori_megamoe.targets.host.sdma.job import Job
 from mori_megamoe.testing import Toy, same_bytes
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError, PeerDied, PeerTimeout
 from mori_shmem.testing import die, run_ranks_to_the_end
+from patience import with_longer_times
 from sdma_modes import FEW, MODES, check
 
 TOY = Toy(2)
@@ -57,7 +58,9 @@ def test_installing_twice_and_what_else_is_refused() -> None:
 
     def rank() -> None:
         with mori_shmem.init() as comm, TOY.layer(comm) as moe:
-            with pytest.raises(ArgumentError, match=r"DirectStores is no mori_megamoe\.MegaMoE"):
+            with pytest.raises(
+                ArgumentError, match=r"moe is a DirectStores, which is no mori_megamoe\.MegaMoE"
+            ):
                 MegaMoEStage1Sdma(moe.stage1)  # type: ignore[arg-type]
             stage1 = MegaMoEStage1Sdma(moe)
             with pytest.raises(MoriError, match="is not installed"):
@@ -109,7 +112,7 @@ def test_workgroups_that_cannot_all_run_are_refused_at_construction(monkeypatch:
     with pytest.raises(MoriError, match=r"5 workgroups must run at the same time.*more than 2 threads"):
         Crew(5)
     for thread in started:
-        thread.join(5)
+        thread.join(20)
         assert not thread.is_alive()
 
 
@@ -135,26 +138,30 @@ def test_closing_the_layer_ends_the_workgroups() -> None:
 @pytest.mark.parametrize("mode", FEW)
 def test_a_dropped_put_is_noticed_at_the_deadline_with_names(mode: str) -> None:
     """Rank 0's put of segment 2 to rank 1 is lost, and so are those behind it."""
+    with_longer_times(lambda limit_s: a_put_is_dropped(mode, limit_s), 0.7, 3, 12)
 
+
+def a_put_is_dropped(mode: str, limit_s: float) -> None:
     def rank() -> None:
-        with mori_shmem.init() as comm, TOY.layer(comm) as moe:
+        with mori_shmem.init(timeout_s=60) as comm, TOY.layer(comm) as moe:
             MegaMoEStage1Sdma(moe, **MODES[mode]).install()
             moe(*INPUTS[comm.rank])
-            comm.timeout_s = 0.7
             if comm.rank == 0:
                 lose_puts_from(2)
                 moe.stage1_only(*INPUTS[comm.rank])
-                time.sleep(2)
+                comm.barrier()  # until rank 1 has given up
                 return
+            comm.timeout_s = limit_s
             began = time.monotonic()
             with pytest.raises(PeerTimeout, match=r"`arrived` of rank 0, segment [23] of launch 2") as late:
                 moe.stage1_only(*INPUTS[comm.rank])
-            assert 0.5 < time.monotonic() - began < 4
+            assert 0.7 * limit_s < time.monotonic() - began < 30
             assert late.value.peers == (0,)
             assert late.value.seen == 6  # segments 0 to 3 of launch 1; 0 and 1 of launch 2
             assert late.value.wanted in (7, 8)  # two workers wait, one for each that is missing
             with pytest.raises(MoriError, match="since a call failed with PeerTimeout"):
                 moe(*INPUTS[comm.rank])
+            comm.barrier(timeout_s=60)
 
     mori_shmem.run_ranks(rank, 2, timeout_s=60)
 
@@ -172,21 +179,25 @@ def lose_puts_from(number: int) -> None:
 @pytest.mark.parametrize("mode", FEW)
 def test_a_rank_that_does_not_get_ready_is_named(mode: str) -> None:
     """Rank 1 has told its counts, and then hangs before its rows may be written."""
+    with_longer_times(lambda limit_s: a_rank_hangs(mode, limit_s), 0.7, 3, 12)
 
+
+def a_rank_hangs(mode: str, limit_s: float) -> None:
     def rank() -> None:
-        with mori_shmem.init() as comm, TOY.layer(comm) as moe:
+        with mori_shmem.init(timeout_s=60) as comm, TOY.layer(comm) as moe:
             MegaMoEStage1Sdma(moe, **MODES[mode]).install()
             moe(*INPUTS[comm.rank])
-            comm.timeout_s = 0.7
             if comm.rank == 1:
                 ready = moe._runner._set["ready"]
-                ready.signal = lambda value: time.sleep(2)  # type: ignore[method-assign, assignment]
+                ready.signal = lambda value: comm.barrier()  # type: ignore[method-assign, assignment]
                 with pytest.raises(PeerDied):  # the others have given up by then
                     moe(*INPUTS[comm.rank])
                 return
+            comm.timeout_s = limit_s
             with pytest.raises(PeerTimeout, match=r"`(ready|arrived)` of rank 1, .*launch 2") as late:
                 moe(*INPUTS[comm.rank])
             assert late.value.peers == (1,)
+            comm.barrier(timeout_s=60)
 
     mori_shmem.run_ranks(rank, 2, timeout_s=60)
 
@@ -202,11 +213,15 @@ DEATHS: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("mode", "where"), DEATHS)
 def test_a_dead_rank_is_named_within_two_seconds(mode: str, where: str) -> None:
     """Killed on one of its workgroups. Also those name it that wait for another rank, which gave up."""
+    with_longer_times(lambda limit_s: one_dies(mode, where, limit_s), 2, 2, 20)  # of a deadline of 60
+
+
+def one_dies(mode: str, where: str, limit_s: float) -> None:
     toy = Toy(3)
     inputs = toy.inputs((20, 9, 5))
 
     def rank() -> float:
-        comm = mori_shmem.init()
+        comm = mori_shmem.init(timeout_s=60)
         moe = toy.layer(comm)
         MegaMoEStage1Sdma(moe, **MODES[mode]).install()
         moe(*inputs[comm.rank])
@@ -223,7 +238,7 @@ def test_a_dead_rank_is_named_within_two_seconds(mode: str, where: str) -> None:
 
     outcomes = run_ranks_to_the_end(rank, 3, timeout_s=60)
     assert [o.error is None for o in outcomes] == [True, False, True], outcomes
-    assert all(o.value < 2 for o in outcomes if o.rank != 1), outcomes
+    assert all(o.value < limit_s for o in outcomes if o.rank != 1), outcomes
 
 
 @pytest.mark.parametrize("where", ["put", "work", "wait_ready"])
@@ -231,7 +246,7 @@ def test_a_workgroup_that_fails_ends_the_others(where: str) -> None:
     """Its own error comes out at once, though other workgroups wait for rows that never come."""
 
     def rank() -> None:
-        with mori_shmem.init() as comm, TOY.layer(comm) as moe:
+        with mori_shmem.init(timeout_s=60) as comm, TOY.layer(comm) as moe:
             MegaMoEStage1Sdma(moe, gemm1="in-launch").install()
             moe(*INPUTS[comm.rank])
 
@@ -242,7 +257,7 @@ def test_a_workgroup_that_fails_ends_the_others(where: str) -> None:
             began = time.monotonic()
             with pytest.raises(ZeroDivisionError, match=where):
                 moe(*INPUTS[comm.rank])
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 30
             with pytest.raises(MoriError, match="since a call failed with ZeroDivisionError"):
                 moe(*INPUTS[comm.rank])
             comm.barrier()  # a rank that leaves is an error of its own to those that still wait for it
@@ -261,7 +276,7 @@ def test_a_board_gives_up_where_nobody_reports_anything() -> None:
 
 
 def test_a_crew_hands_out_tickets_once_and_raises_the_first_error() -> None:
-    crew, board = Crew(3), Board(timeout_s=5, doing="a launch")
+    crew, board = Crew(3), Board(timeout_s=60, doing="a launch")
     drawn: list[int] = []
 
     def work(number: int) -> None:
@@ -271,7 +286,7 @@ def test_a_crew_hands_out_tickets_once_and_raises_the_first_error() -> None:
     crew.run(work, board)
     assert sorted(drawn) == list(range(100))
 
-    second = Board(timeout_s=5, doing="a launch")
+    second = Board(timeout_s=60, doing="a launch")
 
     def one_fails(number: int) -> None:
         if number == 1:

@@ -45,10 +45,10 @@ NAP_S = 0.06
 
 
 class Patches:
-    """Attributes replaced until the end of a run; `moe` and `rank` for those that depend on them."""
+    """Attributes replaced until the end of a run; `moe`, `rank` and `nap_s` for those that depend on them."""
 
-    def __init__(self, moe: MegaMoE) -> None:
-        self.moe, self.rank = moe, moe.comm.rank
+    def __init__(self, moe: MegaMoE, nap_s: float) -> None:
+        self.moe, self.rank, self.nap_s = moe, moe.comm.rank, nap_s
         self._undo: list[tuple[object, str, Any]] = []
 
     def put(self, where: object, name: str, value: Any) -> Any:
@@ -81,12 +81,12 @@ def late_prepare(p: Patches) -> None:
     """Rank 1 has told its counts, and its own plan takes long: others are ahead."""
     destinations = plan.destinations
     if p.rank == 1:
-        p.put(plan, "destinations", lambda *args: (time.sleep(NAP_S), destinations(*args))[1])
+        p.put(plan, "destinations", lambda *args: (time.sleep(p.nap_s), destinations(*args))[1])
 
 
 def slow_packing(p: Patches) -> None:
     pack = packing.pack
-    p.put(packing, "pack", lambda *args: (time.sleep(NAP_S), pack(*args))[1])
+    p.put(packing, "pack", lambda *args: (time.sleep(p.nap_s), pack(*args))[1])
 
 
 def held_queue(p: Patches) -> None:
@@ -100,7 +100,7 @@ def held_queue(p: Patches) -> None:
         opened += 1
         if p.rank == 0:
             comm.queue(1).wait(gate.at(0), opened)
-            threading.Timer(5 * NAP_S, comm.signal, (gate.at(0), opened)).start()
+            threading.Timer(5 * p.nap_s, comm.signal, (gate.at(0), opened)).start()
         original(job)
 
     original = p.put(Job, "put", put)
@@ -127,7 +127,7 @@ def headers_late(p: Patches) -> None:
     write = runner.write_headers
 
     def late(launch: Launch, rank: int, number: int) -> None:
-        threading.Timer(10 * NAP_S, write, (launch, rank, number)).start()
+        threading.Timer(10 * p.nap_s, write, (launch, rank, number)).start()
 
     p.put(runner, "write_headers", late)
 
@@ -155,7 +155,7 @@ def shuffle_what_is_there(p: Patches) -> None:
 def flag_first(p: Patches) -> None:
     def shuffle_tile(job: Job, tile: Tile) -> None:
         job.board.set(("scales", tile.input_row))
-        time.sleep(NAP_S)
+        time.sleep(p.nap_s)
         original(job, tile)
 
     original = p.put(Job, "_shuffle_tile", shuffle_tile)
@@ -216,8 +216,8 @@ CASES = {
 
 
 @contextlib.contextmanager
-def patched(moe: MegaMoE, *patches: Callable[[Patches], None]) -> Iterator[None]:
-    made = Patches(moe)
+def patched(moe: MegaMoE, nap_s: float, *patches: Callable[[Patches], None]) -> Iterator[None]:
+    made = Patches(moe, nap_s)
     try:
         for patch in patches:
             patch(made)
@@ -231,11 +231,13 @@ def test_what_the_protocol_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MORI_MEGAMOE_POISON", "1")
     monkeypatch.setenv("MORI_MEGAMOE_PAIRS", "0")
     case, toy = CASES[name], Toy(2, experts_per_rank=2, topk=2, max_tokens=32)
-    assert any(seen(case, toy, delay_us=case.delay_us << more) for more in range(4))
+    assert any(seen(case, toy, longer) for longer in (1, 2, 4, 8))
 
 
-def seen(case: Case, toy: Toy, delay_us: int) -> bool:
-    """Whether the omission makes a byte wrong. Nothing may be wrong without it."""
+def seen(case: Case, toy: Toy, longer: int) -> bool:
+    """Whether the omission makes a byte wrong, with delays so many times as long. Nothing may be wrong
+    without it."""
+    delay_us, nap_s = case.delay_us * longer, NAP_S * longer
     calls = [toy.inputs((20, 9), seed) for seed in range(2)]
     want = [toy.reference(inputs) for inputs in calls]
 
@@ -250,12 +252,12 @@ def seen(case: Case, toy: Toy, delay_us: int) -> bool:
     def rank() -> tuple[int, int]:
         with mori_shmem.init() as comm, toy.layer(comm) as moe:
             MegaMoEStage1Sdma(moe, **MODES[case.mode]).install()
-            with faults(comm, delay_us=0 if case.reorder else delay_us), patched(moe, case.scene):
+            with faults(comm, delay_us=0 if case.reorder else delay_us), patched(moe, nap_s, case.scene):
                 right = wrong(moe)
             comm.barrier()
             with (
                 faults(comm, delay_us=delay_us, reorder=case.reorder),
-                patched(moe, case.scene, case.omit),
+                patched(moe, nap_s, case.scene, case.omit),
             ):
                 return right, wrong(moe)
 

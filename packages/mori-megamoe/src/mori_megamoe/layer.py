@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,12 +29,14 @@ import torch
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError
 
 from mori_megamoe import checks, mx
+from mori_megamoe.arguments import check_flag, check_number, check_whole, described, whole_numbers
 from mori_megamoe.launch import Call, Launch
 from mori_megamoe.layout import layout_for
 from mori_megamoe.problem import Problem
 from mori_megamoe.settings import COMBINE_MASK, TABLE
 from mori_megamoe.stage1 import Stage1
 from mori_megamoe.targets import Runner, target_for
+from mori_megamoe.together import together
 from mori_megamoe.weights import StoredWeights, stored_weights
 
 if TYPE_CHECKING:
@@ -87,11 +90,15 @@ class MegaMoE:
                                     closes it with itself
         """
         checks.check_words(quant, mega_scheme)
+        check_whole("rank", rank)
+        check_number("swiglu_limit", swiglu_limit)
         problem = Problem(
             model_dim, inter_dim, experts, topk, world_size, max_tok_per_rank, float(swiglu_limit), partials
         )
         problem.check()
-        pairs = checks.first_pairs(fanout_masks, problem)
+        masks = whole_numbers("fanout_masks", fanout_masks, "a sequence of whole numbers, one for each rank,")
+        pairs = checks.first_pairs(masks, problem)
+        checks.check_comm(comm)
         self.problem = problem
         self.values = TABLE.read()
         self._weights = stored_weights(StoredWeights(w1, w1_scale, w2, w2_scale), problem)
@@ -99,9 +106,10 @@ class MegaMoE:
         self._broken: BaseException | None = None
         self._lock = threading.Lock()
         self._window: mori_shmem.Window | None = None
-        self._stages: list[Stage1] = []
+        self._stages: list[Stage1] = []  # that are open
+        self._made: weakref.WeakSet[Stage1] = weakref.WeakSet()  # for this layer, open or not
         self._owned: mori_shmem.Communicator | None = None
-        self.trace: Trace | None = None  # set one, and every call adds its phases and what its stage tells
+        self._trace: Trace | None = None
         if comm is None:
             comm = self._owned = mori_shmem.init(name=f"mori-megamoe/{next(_numbers)}")
         self.comm = comm
@@ -110,7 +118,7 @@ class MegaMoE:
             self._target = target_for(comm.backend)
             self._check_are_here(self._weights)
             self.values.check_same(comm.rank, comm.all_gather)
-            checks.compare_ranks(comm, {**asdict(problem), "fanout_masks": tuple(fanout_masks)})
+            checks.compare_ranks(comm, {**asdict(problem), "fanout_masks": masks})
             self._construct(pairs)
         except BaseException:
             self.close()
@@ -118,8 +126,13 @@ class MegaMoE:
 
     def _construct(self, pairs: Any) -> None:
         layout = layout_for(self.problem)
-        self._window = self.comm.alloc(layout.nbytes)
-        self._runner: Runner = self._target.Runner(self.comm, self._window, layout, self.values, pairs)
+        self._window = window = self.comm.alloc(layout.nbytes)
+        with torch.inference_mode(False):  # calls write to these tensors, inside that mode and outside
+            self._runner: Runner = together(
+                self.comm,
+                "a layer could not be made",
+                lambda: self._target.Runner(self.comm, window, layout, self.values, pairs),
+            )
         self.stage1: Stage1 = self._target.DirectStores()
         self._open(self.stage1)
         self.comm.barrier()  # nobody's first rows may come before everybody is here
@@ -127,13 +140,17 @@ class MegaMoE:
     @staticmethod
     def window_bytes_for(problem: Problem) -> int:
         """Symmetric memory that such a layer takes on every rank, before it is made."""
+        if not isinstance(problem, Problem):
+            raise ArgumentError(f"{described(problem)} is no mori_megamoe.Problem: one is needed")
+        problem.check()
         return layout_for(problem).nbytes
 
     # ---- calls ----
 
     def quantize(self, x_bf16: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(x_q [n, D] e4m3fn, scales [n, D / 32] uint8), as the layer itself would. Local."""
-        codes, scales = mx.quantize_input(x_bf16)
+        checks.check_width("x_bf16", x_bf16, torch.bfloat16, self.problem)
+        codes, scales = mx.quantize_input(x_bf16.detach())
         return codes.view(torch.float8_e4m3fn), scales
 
     def forward(
@@ -155,6 +172,7 @@ class MegaMoE:
         mask_invalid_slots  ids outside 0..E-1 are slots that go nowhere and add nothing; False: there are
                             none
         """
+        check_flag("slice_output", slice_output)
         call = self._call(x_bf16, None, wts, topk_ids, stream, mask_invalid_slots)
         return self._run(call, slice_output)
 
@@ -172,6 +190,8 @@ class MegaMoE:
         mask_invalid_slots: bool | None = None,
     ) -> torch.Tensor:
         """`forward` with rows that `quantize` made: x_q [n, D] e4m3fn, scales [n, D / 32] uint8."""
+        check_flag("slice_output", slice_output)
+        checks.check_tensor("scales", scales, "as quantize returns them")
         call = self._call(x_q, scales, wts, topk_ids, stream, mask_invalid_slots)
         return self._run(call, slice_output)
 
@@ -211,6 +231,16 @@ class MegaMoE:
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.trace is None else self.trace.span(name, "phases")
 
+    @property
+    def trace(self) -> Trace | None:
+        """Set one, and every call adds its phases and what its stage tells."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        checks.check_trace(trace)
+        self._trace = trace
+
     # ---- weights and stages ----
 
     @property
@@ -220,16 +250,20 @@ class MegaMoE:
 
     @weights.setter
     def weights(self, given: StoredWeights) -> None:
-        self._check_usable()
-        weights = stored_weights(StoredWeights(*given), self.problem)
+        self.check_usable()
+        weights = stored_weights(given, self.problem)
         self._check_are_here(weights)
         self._weights = weights
 
     def replace_stage1(self, stage: Stage1) -> Stage1:
-        """Collective: from the next call on, Stage1 is done by `stage`. Returns the one before, still
-        open."""
+        """Collective: from the next call on, Stage1 is done by `stage`. Returns the one before, still open.
+
+        A stage that cannot be opened on some rank is closed on all of them, every rank raises with that
+        rank's reason, and the layer keeps the stage that it has.
+        """
+        checks.check_stage(stage)
         with self._alone():
-            self._check_usable()
+            self.check_usable()
             names = self.comm.all_gather(stage.name)
             if len(set(names)) > 1:
                 raise ArgumentError(f"the ranks bring different stages: {names}, in rank order")
@@ -238,13 +272,51 @@ class MegaMoE:
         return previous
 
     def _open(self, stage: Stage1) -> None:
-        if stage not in self._stages:
+        """Collective: on all ranks or on none."""
+        tried = False
+
+        def open_here() -> None:
+            nonlocal tried
+            if stage in self._stages:
+                return
             if getattr(stage, "runner", self._runner) is not self._runner:
                 raise ArgumentError(f"this {stage.name} stage is another layer's: make one for each layer")
-            stage.open(self._runner)
+            tried = True
+            with torch.inference_mode(False):  # its tensors are for calls inside that mode and outside
+                stage.open(self._runner)
+
+        try:
+            together(self.comm, f"stage {stage.name!r} cannot be opened", open_here)
+        except BaseException:
+            if tried:
+                with suppress(Exception):  # of a stage that is half open; what is told is why
+                    stage.close()
+            raise
+        if tried:
             self._stages.append(stage)
 
+    def adopt(self, stage: Stage1) -> None:
+        """Close this stage with the layer, even if it is never put in."""
+        self._made.add(stage)
+
     # ---- life ----
+
+    def check_usable(self) -> None:
+        """Raise if no call can be made any more."""
+        if self._closed:
+            raise ClosedError("this MegaMoE is closed: make a new one")
+        if self.comm.closed:
+            raise ClosedError(
+                "the communicator of this MegaMoE is closed: the layer goes with it. Make a new communicator "
+                "and a new layer"
+            )
+        self.comm.check_open()
+        if self._broken is not None:
+            raise MoriError(
+                f"this MegaMoE cannot be used any more since a call failed with "
+                f"{type(self._broken).__name__}: {self._broken}. Close it; make a new communicator and a new "
+                "layer"
+            )
 
     @property
     def window_bytes(self) -> int:
@@ -252,14 +324,16 @@ class MegaMoE:
         return self.window_bytes_for(self.problem)
 
     def close(self) -> None:
-        """Give the windows back. Local; twice is fine. Outputs stay readable."""
+        """Give the windows back, and end what stages have started. Local; twice is fine. Outputs stay
+        readable."""
         self._closed = True
-        for stage in self._stages:
-            stage.close()
-        if self._window is not None:
-            self._window.close()
-        if self._owned is not None:
-            self._owned.close()
+        with ExitStack() as last_first:  # all of it, though one should fail
+            if self._owned is not None:
+                last_first.callback(self._owned.close)
+            if self._window is not None:
+                last_first.callback(self._window.close)
+            for stage in {*self._stages, *self._made}:
+                last_first.callback(stage.close)
 
     def __enter__(self) -> MegaMoE:
         return self
@@ -281,10 +355,12 @@ class MegaMoE:
         mask_invalid_slots: bool | None,
     ) -> Call:
         """Everything about the tensors of a call is in order, or this raises."""
-        self._check_usable()
+        self.check_usable()
         problem, device = self.problem, self.comm.device
         if stream is not None and device.type == "cpu":
             raise ArgumentError(f"stream={stream!r}: the host target has no streams, leave it out")
+        if mask_invalid_slots is not None:
+            check_flag("mask_invalid_slots", mask_invalid_slots)
         mask = self.values[COMBINE_MASK] if mask_invalid_slots is None else mask_invalid_slots
         name, dtype = ("x_bf16", torch.bfloat16) if scales is None else ("x_q", torch.float8_e4m3fn)
         n = checks.check_rows(name, rows, dtype, problem, device)
@@ -312,22 +388,12 @@ class MegaMoE:
     def _turn(self) -> Iterator[None]:
         """One call at a time; what goes wrong inside ends the layer, since rows and flags are under way."""
         with self._alone():
-            self._check_usable()
+            self.check_usable()
             try:
                 yield
             except BaseException as error:
                 self._broken = error
                 raise
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("this MegaMoE is closed")
-        if self._broken is not None:
-            raise MoriError(
-                f"this MegaMoE cannot be used any more since a call failed with "
-                f"{type(self._broken).__name__}: {self._broken}. Close it; make a new communicator and a new "
-                "layer"
-            )
 
     def _check_are_here(self, weights: StoredWeights) -> None:
         for name, part in zip(StoredWeights._fields, weights, strict=True):

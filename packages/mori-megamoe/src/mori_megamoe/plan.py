@@ -15,10 +15,8 @@ A source sends to d in this order and then says so in one word at d, which only 
 
 The word only grows. To know that source s's rows for a tile are here, d waits for the value of the tile's
 segment, or for nothing if s has none there. So a source may skip segments without rows, or signal them too.
-Where a transport can only add 1, `added` says to what a word has grown.
 
-Launches are numbered by epochs 1, 2, 3, ... A counter per parity, to which every rank adds 1 in each launch,
-stands at `expected(epoch, ranks)` when all have.
+Launches are numbered by epochs 1, 2, 3, ...
 """
 
 from __future__ import annotations
@@ -71,7 +69,6 @@ class Destination:
     sections: tuple[Section, ...]  # in the order of rows
     num_rows: int  # with padding
     tiles: tuple[Tile, ...]  # in the order of rows
-    expert_tile_end: tuple[int, ...]  # by expert: tiles up to and with it
 
     def sections_of(self, number: int) -> list[Section]:
         """The sections of a segment: for a pair a's, which holds the inputs, and b's."""
@@ -92,7 +89,7 @@ def segment_id(problem: Problem, rank: int, number: int) -> int:
 def destination(counts: Counts, problem: Problem, rank: int, block_m: int, pair: Pair | None) -> Destination:
     """The plan of one rank. The same on whatever rank it is made."""
     sections: list[Section] = []
-    pair_row, end, tile_ends = 0, 0, []
+    pair_row, end = 0, 0
     for expert in range(problem.experts_per_rank):
         numbers = [PAIR_NUMBER] if pair is not None and expert in pair else []
         for number in [*numbers, 1 + expert]:
@@ -104,14 +101,13 @@ def destination(counts: Counts, problem: Problem, rank: int, block_m: int, pair:
             before = tuple(itertools.accumulate(rows[:-1], initial=0))
             sections.append(Section(number, expert, end, input_row, sum(rows), before))
             end += padded(sum(rows), block_m)
-        tile_ends.append(end // block_m)
     first = rank * problem.experts_per_rank
     tiles = tuple(
         Tile(first + s.expert, s.row + at, s.input_row + at, s.number)
         for s in sections
         for at in range(0, s.rows, block_m)
     )
-    return Destination(rank, block_m, pair, tuple(sections), end, tiles, tuple(tile_ends))
+    return Destination(rank, block_m, pair, tuple(sections), end, tiles)
 
 
 def destinations(
@@ -157,21 +153,8 @@ def needed(counts: Counts, problem: Problem, epoch: int, rank: int, number: int)
     return [value if row[segment] else 0 for row in counts]
 
 
-def added(counts: Sequence[int], problem: Problem, rank: int, number: int, *, skip_empty: bool) -> int:
-    """Signals of one launch that a source has sent to `rank` once it is done with `number`, if each adds
-    1."""
-    if not skip_empty:
-        return number + 1
-    return sum(counts[segment_id(problem, rank, j)] > 0 for j in range(number + 1))
-
-
 # ---- epochs ----
 
 
 def parity(epoch: int) -> int:
     return epoch & 1
-
-
-def expected(epoch: int, num_ranks: int) -> int:
-    """Of the counter of the epoch's parity, once every rank has added 1 for this launch and all before it."""
-    return num_ranks * ((epoch + 1) // 2)

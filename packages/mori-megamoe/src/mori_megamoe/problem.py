@@ -1,5 +1,4 @@
-"""The layer's sizes and what follows from them: counts, bytes, flops, and what is refused. No torch, no
-target."""
+"""The layer's sizes and what follows from them: counts, bytes, and what is refused. No torch, no target."""
 
 from __future__ import annotations
 
@@ -7,11 +6,19 @@ from dataclasses import dataclass
 
 from mori_shmem.errors import ArgumentError, UnsupportedShape
 
+from mori_megamoe.arguments import check_number, check_whole, check_word
 from mori_megamoe.config import BLOCK, MAX_TOKENS, max_sort_block_m
 
 PARTIAL_FORMATS = ("bf16", "fp8_blockwise_1x32")
 MAX_TOPK = 16  # two slots travel in one byte
 MAX_SOURCE_TOKENS = 1 << 24  # ranks * max_tokens; that number itself marks a row that is only padding
+
+
+def check_widths(model_dim: int, inter_dim: int) -> None:
+    """Rows are made of whole pieces of what is stored and multiplied."""
+    for name, size in (("model_dim", model_dim), ("inter_dim", inter_dim)):
+        if size < 256 or size % 256:
+            raise UnsupportedShape(f"{name}={size}: a multiple of 256 is needed")
 
 
 @dataclass(frozen=True)
@@ -88,14 +95,17 @@ class Problem:
         """Of one routed row on its way to an expert, scales included."""
         return self.model_dim + self.model_scales
 
-    def gemm1_flops(self, rows: int) -> int:
-        return 4 * rows * self.model_dim * self.inter_dim
-
-    def gemm2_flops(self, rows: int) -> int:
-        return 2 * rows * self.model_dim * self.inter_dim
-
     def check(self) -> None:
         """Raise for what no target can do. The same on every rank, before anybody waits."""
+        for name, size in (
+            ("model_dim", self.model_dim),
+            ("inter_dim", self.inter_dim),
+            ("experts", self.num_experts),
+            ("topk", self.topk),
+            ("world_size", self.num_ranks),
+            ("max_tok_per_rank", self.max_tokens),
+        ):
+            check_whole(name, size)
         if self.num_ranks < 1 or self.num_experts < 1 or self.num_experts % self.num_ranks:
             raise UnsupportedShape(
                 f"experts={self.num_experts} on world_size={self.num_ranks}: every rank holds the same "
@@ -109,14 +119,12 @@ class Problem:
             raise UnsupportedShape(
                 f"topk={self.topk}: 1 to {MAX_TOPK} are possible, and no more than experts={self.num_experts}"
             )
-        for name, size in (("model_dim", self.model_dim), ("inter_dim", self.inter_dim)):
-            if size < 256 or size % 256:
-                raise UnsupportedShape(f"{name}={size}: a multiple of 256 is needed")
+        check_widths(self.model_dim, self.inter_dim)
         self._check_tokens()
+        check_number("swiglu_limit", self.swiglu_limit)
         if not self.swiglu_limit >= 0:
             raise ArgumentError(f"swiglu_limit={self.swiglu_limit}: 0 (none) or more")
-        if self.partials not in ("auto", *PARTIAL_FORMATS):
-            raise ArgumentError(f"partials={self.partials!r}: one of auto, {', '.join(PARTIAL_FORMATS)}")
+        check_word("partials", self.partials, ("auto", *PARTIAL_FORMATS))
 
     def _check_tokens(self) -> None:
         most = self.max_tokens

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from mori_megamoe.problem import Problem
 
-_PAIR_SHIFT, _PAIR_ENABLED = 8, 1 << 16
+N = TypeVar("N", int, torch.Tensor)
+
 SOURCE_BITS = 24
 SOURCE_MASK = (1 << SOURCE_BITS) - 1
 
@@ -33,36 +34,15 @@ class Pair(NamedTuple):
 Pairs = Sequence[Pair | None]  # by rank
 
 
-def encode_pair(pair: Pair | None) -> int:
-    """a | b << 8 | enabled << 16, as kernels take it."""
-    return 0 if pair is None else pair.a | pair.b << _PAIR_SHIFT | _PAIR_ENABLED
-
-
-def decode_pair(word: int) -> Pair | None:
-    """The pair of such a word."""
-    return Pair(word & 0xFF, word >> _PAIR_SHIFT & 0xFF) if word & _PAIR_ENABLED else None
-
-
-def encode_source(source: int, slot: int) -> int:
+def encode_source(source: N, slot: N) -> N:
     """A row's origin in 32 bits: `source` is rank * max_tokens + token, `slot` the place in the token's
     top-k."""
     return source | slot << SOURCE_BITS
 
 
-def decode_source(word: int) -> tuple[int, int]:
+def decode_source(word: N) -> tuple[N, N]:
     """(source, slot)."""
     return word & SOURCE_MASK, word >> SOURCE_BITS
-
-
-def encode_group(token: int, slot_a: int, slot_b: int) -> int:
-    """One row of a pair's segment: the token, and its slots for a and b, four bits each (top-k is at most
-    16)."""
-    return token | slot_a << SOURCE_BITS | slot_b << (SOURCE_BITS + 4)
-
-
-def decode_group(word: int) -> tuple[int, int, int]:
-    """(token, slot of a, slot of b). `word` as unsigned."""
-    return word & SOURCE_MASK, word >> SOURCE_BITS & 0xF, word >> (SOURCE_BITS + 4) & 0xF
 
 
 @dataclass(frozen=True)

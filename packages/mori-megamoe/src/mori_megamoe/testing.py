@@ -16,6 +16,7 @@ import mori_shmem
 import torch
 
 from mori_megamoe import reference
+from mori_megamoe.arguments import check_whole
 from mori_megamoe.layer import MegaMoE
 from mori_megamoe.problem import Problem
 from mori_megamoe.reference import RankInput
@@ -117,6 +118,7 @@ def wrong_rows(got: torch.Tensor, want: torch.Tensor) -> list[int]:
 
 def smoke(world_size: int = 2) -> None:
     """Two calls on ranks of this machine, compared with the reference; raises where a byte differs."""
+    check_whole("world_size", world_size)
     toy = Toy(world_size)
     calls = [toy.inputs([9 + rank for rank in range(world_size)], seed, invalid=0.1) for seed in range(2)]
     want = [toy.reference(inputs) for inputs in calls]

@@ -31,7 +31,9 @@ import mori_shmem
 from mori_shmem.errors import ArgumentError, MoriError, UnsupportedShape
 
 from mori_megamoe.adapters.aiter_found import BLOCKS_M, STAGE1_ARGUMENTS, Found, reasons_against
+from mori_megamoe.arguments import described
 from mori_megamoe.stage1.options import Options
+from mori_megamoe.together import together
 
 _QUANT_POINTERS = slice(5, 8)  # of prepare's arguments: bf16 rows, their codes, their scales
 _MARK = "_mori_megamoe"  # on callables of ours
@@ -107,6 +109,13 @@ class AiterStage1Sdma:
         """Local; only looks. Choices as MegaMoEStage1Sdma has them; "auto" goes by the rows of a tile."""
         self.options = Options(scale_mode, fuse_quant, gemm1)
         self.options.check()
+        if not all(hasattr(comm, name) for name in ("backend", "rank", "world_size", "all_gather")):
+            raise ArgumentError(f"comm is {described(comm)}: a communicator of mori_shmem.init is needed")
+        if kernels is not None and not all(hasattr(kernels, name) for name in ("open", "launch", "close")):
+            raise ArgumentError(
+                f"kernels is {described(kernels)}: an object with open, launch and close is needed "
+                "(Kernels), or None"
+            )
         self.moe, self.comm, self._kernels = moe, comm, kernels
         self.found = Found.of(moe)
         self._originals: dict[str, Callable[..., Any]] = {}
@@ -131,7 +140,12 @@ class AiterStage1Sdma:
         reasons = self.reasons()
         if reasons or self._kernels is None:
             raise _refused(self.found, reasons)
-        self._kernels.open(self.found, self.options, self.comm)
+        kernels = self._kernels
+        together(
+            self.comm,
+            "kernels cannot be opened",
+            lambda: kernels.open(self.found, self.options, self.comm),
+        )
         ours: dict[str, Callable[..., Any]]
         ours = {"_s1_mega": self._mega, "_s1_mega_bundle": self._mega_bundle}
         if self.options.fuse_quant:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import mori_bench
 from mori_bench import add_common_options
 from mori_bench.options import at_least, why_not_writable
-from mori_shmem.errors import MoriError
+from mori_shmem import settings
+from mori_shmem.errors import MoriError, SettingError
 
 from mori_megamoe.bench import sizes as sizes_
 from mori_megamoe.bench.modes import MODES, Mode, modes_from
@@ -65,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
     made = parser()
     args = made.parse_args(argv)
+    try:
+        settings.effective()  # now, and not in ranks that have started
+    except SettingError as refusal:
+        print(f"mori-megamoe-bench: {refusal}", file=sys.stderr)
+        return 2
     try:
         world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
         args.backend = backend_for(args.backend, world_size)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from mori_shmem.errors import LayoutError
 
 N = TypeVar("N", int, torch.Tensor)
 
@@ -59,6 +60,11 @@ class Layout(ABC):
 
     def shuffle(self, logical: torch.Tensor) -> torch.Tensor:
         """uint8 [..., rows, columns] -> [..., nbytes]."""
+        if tuple(logical.shape[-2:]) != (self.rows, self.columns) or logical.dtype != torch.uint8:
+            raise LayoutError(
+                f"{logical.dtype} {tuple(logical.shape)} to be shuffled: uint8 [..., {self.rows}, "
+                f"{self.columns}] is needed"
+            )
         whole = torch.full(
             (*logical.shape[:-2], self.stored_rows, self.stored_columns),
             PAD_SCALE,
@@ -72,6 +78,10 @@ class Layout(ABC):
 
     def unshuffle(self, stored: torch.Tensor) -> torch.Tensor:
         """uint8 [..., nbytes] -> [..., rows, columns]."""
+        if tuple(stored.shape[-1:]) != (self.nbytes,) or stored.dtype != torch.uint8:
+            raise LayoutError(
+                f"{stored.dtype} {tuple(stored.shape)} to be unshuffled: uint8 [..., {self.nbytes}] is needed"
+            )
         whole = stored[..., _offsets(self, stored.device)]
         whole = whole.view(*stored.shape[:-1], self.stored_rows, self.stored_columns)
         return whole[..., : self.rows, : self.columns]

@@ -16,7 +16,9 @@ or a NaN is all NaN afterwards: scale 255, codes 0x7F.
 from __future__ import annotations
 
 import torch
+from mori_shmem.errors import LayoutError
 
+from mori_megamoe.arguments import described
 from mori_megamoe.mx.codes import (
     BLOCK,
     E4M3_NAN,
@@ -38,7 +40,7 @@ _MANTISSA, _EXPONENT_SHIFT = 0x7FFFFF, 23
 
 def quantize_input(x: torch.Tensor) -> Quantized:
     """bf16 (or fp32) [..., k]."""
-    blocks, amax = _blocks(x.to(torch.float32))
+    blocks, amax = _blocks(x)
     return _e4m3(blocks, _round_up(amax.clamp_min(INPUT_LEAST_AMAX), _ABOVE_1_448))
 
 
@@ -58,7 +60,7 @@ def quantize_hidden(h: torch.Tensor) -> Quantized:
 
 def quantize_weight(w: torch.Tensor) -> Quantized:
     """fp32 or bf16 [..., k]; codes packed, [..., k / 2]."""
-    blocks, amax = _blocks(w.to(torch.float32))
+    blocks, amax = _blocks(w)
     scale = _round_up(amax, _ABOVE_1_6)
     codes = encode_e2m1((blocks * _inverse(scale)).flatten(-2))
     return pack_e2m1(codes), scale.to(torch.uint8)
@@ -83,8 +85,12 @@ def scaled(values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., k / 32, 32] and the largest magnitude of each block."""
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    """fp32 [..., k / 32, 32] and the largest magnitude of each block."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        raise LayoutError(f"{described(x)} is to be quantised: a tensor of floats is needed")
+    if x.dim() == 0 or x.shape[-1] % BLOCK:
+        raise LayoutError(f"{tuple(x.shape)} is to be quantised: rows of whole blocks of {BLOCK} are needed")
+    blocks = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     return blocks, blocks.abs().amax(-1)
 
 

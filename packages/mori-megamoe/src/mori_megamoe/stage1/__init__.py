@@ -58,7 +58,8 @@ On another target, launch and runner are its own, with tables on the device unde
 only hands them on, and a stage belongs to one target (runner.comm.backend says which).
 
 A stage that raises in a launch leaves the layer unusable, for its rows may be on their way. What cannot be
-done is refused in `open`, on every rank.
+done is refused in `open`. If that raises on some rank, all are told why, and the stage is closed on all of
+them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Stage1(ABC):
 
     def open(self, runner: Runner) -> None:
         """Collective: take hold of the layer's buffers, make windows of its own. Refuses what it cannot
-        do."""
+        do; what can be seen without other ranks, before it meets them."""
         self.runner = runner
 
     @abstractmethod
@@ -98,4 +99,4 @@ class Stage1(ABC):
             self.gemm1(launch)
 
     def close(self) -> None:  # noqa: B027 - most have nothing of their own
-        """Give back what `open` made. Local; twice is fine."""
+        """Give back what `open` made, also where that has failed half-way. Local; twice is fine."""

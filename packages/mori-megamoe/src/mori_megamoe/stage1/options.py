@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mori_shmem.errors import ArgumentError
 
+from mori_megamoe.arguments import check_flag, check_word, described
 from mori_megamoe.config import bucket_for
 
 SCALE_MODES = ("auto", "shuffler", "ldsw")
@@ -66,19 +67,18 @@ class Options:
 
     def check(self) -> None:
         """Raise for what does not exist or does not go together."""
-        _one_of("scale_mode", self.scale_mode, SCALE_MODES)
-        _one_of("order", self.order, ORDERS)
-        _one_of("puts", self.puts, PUTS)
-        if type(self.fuse_quant) is not bool:
-            raise ArgumentError(f"fuse_quant={self.fuse_quant!r}: True or False")
+        check_word("scale_mode", self.scale_mode, SCALE_MODES)
+        check_word("order", self.order, ORDERS)
+        check_word("puts", self.puts, PUTS)
+        check_flag("fuse_quant", self.fuse_quant)
         if self.gemm1 is not None:
             self._check_in_launch()
         for name in ("workers", "packers", "shufflers"):
             count = getattr(self, name)
             if type(count) is not int or count < 1:
-                raise ArgumentError(f"{name}={count!r}: a whole number of at least 1 is needed")
+                raise ArgumentError(f"{name}={described(count)}: a whole number of at least 1 is needed")
         if type(self.merge_rows) is not int or self.merge_rows < 0:
-            raise ArgumentError(f"merge_rows={self.merge_rows!r}: a number of rows, or 0")
+            raise ArgumentError(f"merge_rows={described(self.merge_rows)}: a number of rows, or 0")
         if len(self.roles) > MAX_WORKGROUPS:
             raise ArgumentError(
                 f"workers={self.workers}, packers={self.packers}, shufflers={self.shufflers} are "
@@ -86,10 +86,10 @@ class Options:
             )
 
     def _check_in_launch(self) -> None:
-        if self.gemm1 not in GEMM1:
+        if not isinstance(self.gemm1, str) or self.gemm1 not in GEMM1:
             raise ArgumentError(
-                f"gemm1={self.gemm1!r}: None, or {IN_LAUNCH!r} (also called {GEMM1[1]!r}), which packs in "
-                "the launch that multiplies"
+                f"gemm1={described(self.gemm1)}: None, or {IN_LAUNCH!r} (also called {GEMM1[1]!r}), which "
+                "packs in the launch that multiplies"
             )
         if self.fuse_quant:
             raise ArgumentError(
@@ -101,8 +101,3 @@ class Options:
                 f"gemm1={self.gemm1!r} with scale_mode='shuffler': its work items read landed scales "
                 "themselves. Leave scale_mode at 'auto'"
             )
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ArgumentError(f"{name}={value!r} is not known; allowed: {', '.join(allowed)}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from mori_shmem.errors import ArgumentError, MoriError, TransportInert
 
+from mori_megamoe.arguments import described
 from mori_megamoe.layer import MegaMoE
 from mori_megamoe.stage1 import Stage1
 from mori_megamoe.stage1.options import Options
@@ -54,12 +55,14 @@ class MegaMoEStage1Sdma:
         """
         if not isinstance(moe, MegaMoE):
             raise ArgumentError(
-                f"{type(moe).__name__} is no mori_megamoe.MegaMoE, the only layer that this goes into"
+                f"moe is {described(moe)}, which is no mori_megamoe.MegaMoE: one is needed, this goes into "
+                "no other layer"
             )
         self.options = Options(
             scale_mode, fuse_quant, gemm1, order, puts, workers, packers, shufflers, merge_rows
         )
         self.options.check()
+        moe.check_usable()
         self.moe = moe
         target = target_for(moe.comm.backend)
         if not hasattr(target, "CopyEngines"):
@@ -69,13 +72,16 @@ class MegaMoEStage1Sdma:
             )
         self._stage: Stage1 = target.CopyEngines(self.options)
         self._previous: Stage1 | None = None
+        moe.adopt(self._stage)
 
     @property
     def installed(self) -> bool:
         return self._previous is not None
 
     def install(self) -> MegaMoEStage1Sdma:
-        """Collective. From the next call on the layer uses this stage. The first time, windows are made."""
+        """Collective. From the next call on the layer uses this stage. The first time, windows are made;
+        where that fails on a rank, all raise with its reason, and another object has to be made."""
+        self.moe.check_usable()
         if self._previous is not None:
             raise MoriError("this MegaMoEStage1Sdma is installed already: uninstall() it first")
         if isinstance(self.moe.stage1, type(self._stage)):
@@ -89,6 +95,7 @@ class MegaMoEStage1Sdma:
     def uninstall(self) -> None:
         """Collective. The stage from before is back from the next call on. Windows stay for another
         install."""
+        self.moe.check_usable()
         if self._previous is None:
             raise MoriError("this MegaMoEStage1Sdma is not installed")
         if self.moe.stage1 is not self._stage:

@@ -165,8 +165,8 @@ class Runner:
         for section, slot in zip(launch.plans[rank].sections_of(number), slots, strict=False):
             at = section.base(self._me)
             there = slice(at, at + len(token))
-            source = routing.encode_source(self._me * self.problem.max_tokens, 0) + token
-            self._sources[rank][there] = (source | slot << routing.SOURCE_BITS).to(torch.int32)
+            source = self._me * self.problem.max_tokens + token
+            self._sources[rank][there] = routing.encode_source(source, slot).to(torch.int32)
             self._row_weights[rank][there] = launch.call.weights[token, slot]
 
     def signal_arrived(self, launch: Launch, rank: int, number: int) -> None:
@@ -218,7 +218,7 @@ class Runner:
     def stage2(self, launch: Launch) -> None:
         for tile in launch.plan.tiles:
             here = slice(tile.row, tile.row + launch.plan.block_m)
-            source, slot = _decoded(self._sources[self._me][here])
+            source, slot = routing.decode_source(self._sources[self._me][here].to(torch.int64))
             real = source < self.problem.padding_source
             form, stored = self._tile_scales(launch, tile)
             codes, scales = self.hidden[here][real], form.unshuffle(stored)[real]
@@ -243,9 +243,3 @@ class Runner:
         rows = arithmetic.read_partials(stored, self.problem.model_dim, self.problem.partial_format)
         self._output[:n] = arithmetic.combine(rows, valid_slots(launch.call.ids, self.problem))
         return self._output
-
-
-def _decoded(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(source, slot) of int32 origins, as routing.decode_source."""
-    words = words.to(torch.int64)
-    return words & routing.SOURCE_MASK, words >> routing.SOURCE_BITS

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 
-from mori_shmem.errors import MoriError, PeerTimeout
+from mori_shmem.errors import ClosedError, MoriError, PeerTimeout
 
 _GRACE_S = 0.5  # how long a launch that failed waits for workgroups that still work
 _CLOSE_S = 5.0
@@ -128,6 +128,8 @@ class Crew:
 
     def run(self, work: Work, board: Board) -> None:
         """`work(number)` on every workgroup; returns when all are done."""
+        if self.closed:
+            raise ClosedError("this stage is closed, its workgroups have ended: make another stage")
         for inbox in self._inboxes:
             inbox.put((work, board))
         try:
@@ -135,6 +137,10 @@ class Crew:
         except BaseException as error:  # an interrupt, too
             board.fail(error)
             raise
+
+    @property
+    def closed(self) -> bool:
+        return not self._closer.alive
 
     def close(self) -> None:
         """Twice is fine. One that is still at work is left behind; it touches only memory that stays."""

@@ -63,6 +63,7 @@ for a rank, and that is the one to name. A rank that died is named by all (waits
 from __future__ import annotations
 
 import torch
+from mori_shmem.errors import ClosedError
 
 from mori_megamoe import mx
 from mori_megamoe.launch import Launch
@@ -84,6 +85,8 @@ class CopyEngines(Stage1):
         self._slab: Slab | None = None
 
     def open(self, runner: Runner) -> None:
+        if self._crew.closed:
+            raise ClosedError("this stage is closed, its workgroups have ended: make another stage")
         super().open(runner)
         self._slab = Slab(runner, joined=self.options.puts == "one")
         columns = mx.padded_columns(runner.problem.model_scales)
