@@ -9,7 +9,7 @@ by itself:
     cuda   pairs queued behind a kernel that only takes time, so that the host is out of the way, with events
            between the phases; the first pair, in which the ranks find each other, is dropped
 
-Everything of torch is imported in the ranks' processes.
+torch is imported where a problem is checked, and in the ranks' processes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ from mori_tune.spaces.ep import INTRA_WARPS
 
 from mori_ep.config import QUANT_TYPES, EpDispatchCombineKernelType
 from mori_ep.grids import Grid, combine_grid, dispatch_grid
-from mori_ep.keys import query_for
-from mori_ep.rules import geometry_of
+from mori_ep.keys import PHASES, geometry_of, query_for
 
 PACKAGE = "mori_ep"
-PHASES = ("dispatch", "combine")
 KINDS = [kind.name for kind in EpDispatchCombineKernelType]
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e4m3_fnuz": 1, "fp4": 1}  # of an element
 SIZES = {  # by backend: tokens, hidden, experts, dispatch dtype, unless asked
@@ -133,7 +131,27 @@ class Ep:
         )
 
     def problems(self, options: argparse.Namespace, device: Device) -> Sequence[Problem]:
-        tokens, hidden, experts, dtype = SIZES[device.backend]
+        found = self.asked_for(options, device.backend)
+        refuse_impossible(found, device.backend)
+        return found
+
+    def check_options(self, options: argparse.Namespace) -> None:
+        """Whatever the ranks will find there, host or GPUs, some of it has to be possible."""
+        backends = tuple(SIZES) if options.backend == "auto" else (options.backend,)
+        refusals = []
+        for backend in backends:
+            try:
+                return refuse_impossible(self.asked_for(options, backend), backend)
+            except SpaceError as refusal:
+                refusals.append(refusal)
+        raise refusals[0]
+
+    def check_rule(self, phase: str, params: Mapping[str, Any], place: str) -> None:
+        geometry_of(params, place)
+
+    def asked_for(self, options: argparse.Namespace, backend: str) -> list[Problem]:
+        """The problems that options name, sensible or not."""
+        tokens, hidden, experts, dtype = SIZES[backend]
         dtype = options.dtype or dtype
         zero_copies = options.zero_copies or ("1" if options.quant_type == "none" else "0",)
         ranks = options.world_size or 2
@@ -150,7 +168,7 @@ class Ep:
                 "zero_copy": zero_copy == "1",
                 "scale_dim": scales_of(options.scale_dim, dtype, h),
                 "world_size": ranks,
-                "ranks_per_node": options.ranks_per_node or (1 if device.backend == "host" else 8),
+                "ranks_per_node": options.ranks_per_node or (1 if backend == "host" else 8),
                 "engine": options.engine,
             }
             for kind in options.kernel_types
@@ -226,6 +244,16 @@ class Ep:
         from mori_ep.tuning import open_session
 
         return open_session(problem, device, place)
+
+
+def refuse_impossible(problems: Sequence[Problem], backend: str) -> None:
+    """SpaceError for the first problem that no op could be made for."""
+    from mori_ep.possible import why_impossible
+
+    for problem in problems:
+        reason = why_impossible(problem, backend)
+        if reason is not None:
+            raise SpaceError(f"{problem}: {reason}")
 
 
 def scales_of(asked: int | None, dtype: str, hidden: int) -> int:

@@ -107,6 +107,22 @@ class Tunable(Protocol):
 
 
 @runtime_checkable
+class ChecksOptions(Protocol):
+    """What a Tunable may have besides, to refuse problems before any rank is started."""
+
+    def check_options(self, options: argparse.Namespace) -> None:
+        """Raise SpaceError for problems that are impossible wherever the ranks may run (options.backend)."""
+
+
+@runtime_checkable
+class ChecksRules(Protocol):
+    """What a Tunable may have besides, where its op refuses rules that no sweep could have found."""
+
+    def check_rule(self, phase: str, params: Mapping[str, Any], place: str) -> None:
+        """Raise RulesError, with the place, for values that the op would refuse."""
+
+
+@runtime_checkable
 class SavedAs(Protocol):
     """What a Tunable may have besides, where different candidates are one and the same launch of a phase."""
 

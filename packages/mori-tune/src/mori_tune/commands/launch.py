@@ -16,6 +16,7 @@ from mori_tune.slots import Crew, CrewFailure, LocalStation, Station, StationPla
 from mori_tune.slots.hosts import HERE, Host, environ_to_pass, stations_on
 from mori_tune.slots.stations import Events
 from mori_tune.slots.torchrun import gather_agents, is_under_torchrun
+from mori_tune.tunable import ChecksOptions, Tunable
 
 DEFAULT_WORLD_SIZE = 2
 
@@ -37,6 +38,15 @@ def world_size_of(options: argparse.Namespace) -> int:
     if asked not in (None, found):
         raise LaunchError(f"--world-size {asked}, but {source} make {found}")
     return found
+
+
+def refuse_impossible(tunable: Tunable, options: argparse.Namespace) -> None:
+    """Before any rank is started: what no device could be asked. From here on the options say how many ranks
+    there are."""
+    refuse_idle_options(options)
+    options.world_size = world_size_of(options)
+    if isinstance(tunable, ChecksOptions):
+        tunable.check_options(options)
 
 
 def ranks_per_host(options: argparse.Namespace) -> int:
@@ -80,7 +90,6 @@ def hosts_of(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Ho
 
 
 def stations_for(options: argparse.Namespace, events: Events) -> tuple[list[Station], str, dict[str, str]]:
-    refuse_idle_options(options)
     world_size = world_size_of(options)
     plan = StationPlan(
         options.op,

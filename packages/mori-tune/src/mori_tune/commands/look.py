@@ -14,7 +14,7 @@ from mori_tune.rules.files import read_tables
 from mori_tune.rules.format import EP_COMBINE, EP_DISPATCH, GEMM_AR, Format
 from mori_tune.rules.saving import changes_between, describe_header, figures, geometry
 from mori_tune.settings import settings
-from mori_tune.tunable import available, load
+from mori_tune.tunable import ChecksRules, available, load
 
 BUILT_IN = (EP_DISPATCH, EP_COMBINE, GEMM_AR)
 
@@ -45,7 +45,8 @@ def show(options: argparse.Namespace) -> int:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """The whole decision for each problem and phase. 0: all MATCH. 1: some not."""
+    """The whole decision for each problem and phase. 0: all MATCH. 1: some not. RulesError where the op would
+    refuse a rule that its lookups may come to."""
     tunable = load(options.op)
     device = options.device or tunable.device(options.backend)
     book = book_of(tunable, options.file)
@@ -55,7 +56,11 @@ def explain(options: argparse.Namespace) -> int:
     matched = []
     for problem in tunable.problems(options, device):
         for format_ in tunable.formats:
-            decision = book.decide(tunable.query(problem, format_.phase, device), options.policy)
+            query = tunable.query(problem, format_.phase, device)
+            if isinstance(tunable, ChecksRules):
+                for rule in book.rules_for(query):
+                    tunable.check_rule(format_.phase, format_.params_in(rule.values), rule.place)
+            decision = book.decide(query, options.policy)
             print("\n".join([decision.steps[0], *(f"  {step}" for step in decision.steps[1:])]))
             matched.append(decision.is_match)
     return 0 if matched and all(matched) else 1
