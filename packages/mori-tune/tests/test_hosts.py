@@ -17,8 +17,9 @@ from queue import SimpleQueue
 
 import pytest
 from mori_tune import LaunchError
+from mori_tune.slots.children import Events
 from mori_tune.slots.hosts import Host, agent_command, docker_for, environ_to_pass, stations_on
-from mori_tune.slots.stations import Events, StationPlan
+from mori_tune.slots.stations import StationPlan
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 FAKE_SSH = """#!{python}
@@ -206,7 +207,7 @@ def test_an_agent_ends_its_ranks_when_its_driver_is_gone(
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 20
-    while sum("slots.worker" in line for line in running(str(tmp_path))) < 4:  # two ranks, a child of each
+    while sum("slots.nest" in line for line in running(str(tmp_path))) < 5:  # two ranks, a child of each
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.kill()

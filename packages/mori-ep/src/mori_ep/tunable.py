@@ -99,6 +99,7 @@ class Ep:
     name = "ep"
     package = PACKAGE
     formats = (EP_DISPATCH, EP_COMBINE)
+    preload = ("torch.distributed", "mori_shmem.comm", "mori_ep.tuning")
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("what is exchanged (LIST: one problem each)")

@@ -107,6 +107,13 @@ class Tunable(Protocol):
 
 
 @runtime_checkable
+class Preloads(Protocol):
+    """What a Tunable may have besides, for ranks that start sooner."""
+
+    preload: tuple[str, ...]  # modules that a machine's ranks share: imported once; they start no threads
+
+
+@runtime_checkable
 class ChecksOptions(Protocol):
     """What a Tunable may have besides, to refuse problems before any rank is started."""
 

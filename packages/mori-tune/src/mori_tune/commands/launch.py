@@ -13,8 +13,8 @@ from mori_tune.commands.options import plain_values
 from mori_tune.device import Device
 from mori_tune.errors import LaunchError
 from mori_tune.slots import Crew, CrewFailure, LocalStation, Station, StationPlan
+from mori_tune.slots.children import Events
 from mori_tune.slots.hosts import HERE, Host, environ_to_pass, stations_on
-from mori_tune.slots.stations import Events
 from mori_tune.slots.torchrun import gather_agents, is_under_torchrun
 from mori_tune.tunable import ChecksOptions, Tunable
 
