@@ -132,20 +132,19 @@ class Ep:
         )
 
     def problems(self, options: argparse.Namespace, device: Device) -> Sequence[Problem]:
-        found = self.asked_for(options, device.backend)
-        refuse_impossible(found, device.backend)
-        return found
+        return self.asked_for(options, device.backend)
 
-    def check_options(self, options: argparse.Namespace) -> None:
-        """Whatever the ranks will find there, host or GPUs, some of it has to be possible."""
-        backends = tuple(SIZES) if options.backend == "auto" else (options.backend,)
-        refusals = []
+    def check_options(self, options: argparse.Namespace, backends: Sequence[str]) -> None:
+        from mori_ep.possible import why_impossible
+
+        reasons = []
         for backend in backends:
-            try:
-                return refuse_impossible(self.asked_for(options, backend), backend)
-            except SpaceError as refusal:
-                refusals.append(refusal)
-        raise refusals[0]
+            against = ((p, why_impossible(p, backend)) for p in self.asked_for(options, backend))
+            reason = next((f"{problem}: {why}" for problem, why in against if why is not None), None)
+            if reason is None:
+                return
+            reasons.append(reason)
+        raise SpaceError(reasons[0])
 
     def check_rule(self, phase: str, params: Mapping[str, Any], place: str) -> None:
         geometry_of(params, place)
@@ -245,16 +244,6 @@ class Ep:
         from mori_ep.tuning import open_session
 
         return open_session(problem, device, place)
-
-
-def refuse_impossible(problems: Sequence[Problem], backend: str) -> None:
-    """SpaceError for the first problem that no op could be made for."""
-    from mori_ep.possible import why_impossible
-
-    for problem in problems:
-        reason = why_impossible(problem, backend)
-        if reason is not None:
-            raise SpaceError(f"{problem}: {reason}")
 
 
 def scales_of(asked: int | None, dtype: str, hidden: int) -> int:

@@ -117,8 +117,8 @@ class Preloads(Protocol):
 class ChecksOptions(Protocol):
     """What a Tunable may have besides, to refuse problems before any rank is started."""
 
-    def check_options(self, options: argparse.Namespace) -> None:
-        """Raise SpaceError for problems that are impossible wherever the ranks may run (options.backend)."""
+    def check_options(self, options: argparse.Namespace, backends: Sequence[str]) -> None:
+        """Raise SpaceError where on none of these backends all that the options ask for is possible."""
 
 
 @runtime_checkable

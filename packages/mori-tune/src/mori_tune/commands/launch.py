@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -19,6 +19,7 @@ from mori_tune.slots.torchrun import gather_agents, is_under_torchrun
 from mori_tune.tunable import ChecksOptions, Tunable
 
 DEFAULT_WORLD_SIZE = 2
+BACKENDS = ("host", "cuda", "rocm")  # that ranks may find, unless one is named
 
 
 def show(command: str) -> None:
@@ -40,13 +41,18 @@ def world_size_of(options: argparse.Namespace) -> int:
     return found
 
 
-def refuse_impossible(tunable: Tunable, options: argparse.Namespace) -> None:
-    """Before any rank is started: what no device could be asked. From here on the options say how many ranks
-    there are."""
+def prepare(tunable: Tunable, options: argparse.Namespace) -> None:
+    """Before any rank is started: refuse what cannot be. From here on the options say how many ranks there
+    are."""
     refuse_idle_options(options)
     options.world_size = world_size_of(options)
+    refuse_impossible(tunable, options, BACKENDS if options.backend == "auto" else (options.backend,))
+
+
+def refuse_impossible(tunable: Tunable, options: argparse.Namespace, backends: Sequence[str]) -> None:
+    """SpaceError for problems that are impossible on all of these backends."""
     if isinstance(tunable, ChecksOptions):
-        tunable.check_options(options)
+        tunable.check_options(options, backends)
 
 
 def ranks_per_host(options: argparse.Namespace) -> int:

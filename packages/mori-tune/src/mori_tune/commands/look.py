@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from mori_tune.commands.launch import DEFAULT_WORLD_SIZE, refuse_impossible
 from mori_tune.commands.verify import book_of
 from mori_tune.errors import RulesError, TuneError
 from mori_tune.rules.book import is_manual, rule_files
@@ -52,7 +53,8 @@ def explain(options: argparse.Namespace) -> int:
     book = book_of(tunable, options.file)
     book.manual = options.file is None and is_manual(tunable.name, settings())
     if options.world_size is None:
-        options.world_size = 2
+        options.world_size = DEFAULT_WORLD_SIZE
+    refuse_impossible(tunable, options, (device.backend,))
     matched = []
     for problem in tunable.problems(options, device):
         for format_ in tunable.formats:

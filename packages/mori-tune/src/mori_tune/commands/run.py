@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mori_tune import report
-from mori_tune.commands.launch import crew_for, describe, refuse_impossible
+from mori_tune.commands.launch import crew_for, describe, prepare, refuse_impossible
 from mori_tune.commands.options import refuse_quick_save, save_target
 from mori_tune.device import Device
 from mori_tune.errors import NoWinner, SaveRefused, SettingError, SpaceError
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     check_writable(options.json, options.trace)
     watcher = report.Progress(verbose=options.verbose or using["MORI_EP_TUNING_VERBOSE"])
     tunable = load(options.op)
-    refuse_impossible(tunable, options)
+    prepare(tunable, options)
     batch = Batch(tunable, options, using, how, target, watcher)
     with crew_for(options) as crew:
         batch.run(crew)
@@ -91,6 +91,7 @@ class Batch:
 
     def run(self, crew: Crew) -> None:
         device, versions = describe(crew)
+        refuse_impossible(self.tunable, self.options, (device.backend,))
         problems = self.tunable.problems(self.options, device)
         queries = [self.queries(problem, device) for problem in problems]
         if self.target is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mori_tune.commands.in_turns import compare_in_turns
-from mori_tune.commands.launch import crew_for, describe, refuse_impossible
+from mori_tune.commands.launch import crew_for, describe, prepare, refuse_impossible
 from mori_tune.device import Device
 from mori_tune.errors import LaunchError, RulesError, SettingError
 from mori_tune.rows import emit, result_row
@@ -40,9 +40,10 @@ def verify(options: argparse.Namespace) -> int:
     )
     if how.rounds <= how.warmup:
         raise SettingError(f"--reps {how.rounds} with --warmup {how.warmup} leaves no round to measure")
-    refuse_impossible(tunable, options)
+    prepare(tunable, options)
     with crew_for(options) as crew:
         device, versions = describe(crew)
+        refuse_impossible(tunable, options, (device.backend,))
         check = Check(tunable, book, device, versions, how, options.json, options.in_turns)
         good = [check.problem(problem, crew) for problem in tunable.problems(options, device)]
     verified = bool(good) and all(good)
