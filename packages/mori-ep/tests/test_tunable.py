@@ -213,36 +213,31 @@ def tune(tmp_path: Path, *arguments: str, op: str = "ep", **env: str) -> subproc
     clean |= {"PYTHONPATH": str(Path(__file__).parent / "faulty_op"), **env}
     small = ("--backend", "host", "--tokens", "9", "--hidden", "128", "--reps", "2")
     command = [sys.executable, "-m", "mori_tune", "run", "--op", op, *small, *arguments]
-    return subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=450)
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("dispatch", "low_latency=yes: wrong (rank 1): dispatch: 1 of "),
-        ("combine", "low_latency=yes: wrong (rank 1): combine: rel_l2 "),
-        ("death", "low_latency=yes: died (rank 1): "),
-    ],
-)
-@pytest.mark.timeout(240)
-def test_F4_TU_a_candidate_that_is_wrong_or_dies_costs_only_its_own_slot(
-    tmp_path: Path, fault: str, said: str
-):
-    """One byte of one row is enough. The other candidate is measured, wins and is saved."""
-    done = tune(tmp_path, "--save", op="faulty_ep:TUNABLE", MORI_TEST_FAULT=fault)
+@pytest.mark.timeout(500)
+def test_F4_TU_a_candidate_that_is_wrong_or_dies_costs_only_its_own_slot(tmp_path: Path):
+    """One byte of one row is enough, or one element of one sum. The candidate that is right is measured, wins
+    and is saved."""
+    faults = ("dispatch", "combine", "death")
+    done = tune(tmp_path, "--save", op="faulty_ep:TUNABLE", MORI_TEST_FAULTS=",".join(faults))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 of 2 candidates failed" in done.stdout
-    assert said in done.stdout, done.stdout
+    assert "3 of 4 candidates failed" in done.stdout
+    for said in (
+        "warp_per_block=2 low_latency=yes: wrong (rank 1): dispatch: 1 of ",
+        "warp_per_block=3 low_latency=yes: wrong (rank 1): combine: rel_l2 ",
+        "warp_per_block=4 low_latency=yes: died (rank 1): exit status 7",
+    ):
+        assert said in done.stdout, done.stdout
     assert "dispatch: winner block_num=1 rdma_block_num=0 warp_per_block=1 low_latency=no" in done.stdout
     assert done.stdout.count("ADDED ep ") == 2
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_both_phases_are_timed_in_one_sweep_across_nodes(tmp_path: Path):
     """Two nodes of one rank each, by gloo: the switch between the kinds is what is tuned."""
-    done = tune(
-        tmp_path, "--kernel-type", "InterNode", "--save", op="faulty_ep:TUNABLE", MORI_TEST_FAULT="none"
-    )
+    done = tune(tmp_path, "--kernel-type", "InterNode", "--save", op="faulty_ep:TUNABLE")
     assert done.returncode == 0, done.stdout + done.stderr
     rows: list[Any] = [line for line in done.stdout.splitlines() if line.startswith("RESULT_JSON")]
     assert len(rows) == 2
