@@ -1,6 +1,6 @@
 """The op as mori-tune sees it, with a candidate more for each fault that MORI_TEST_FAULTS names: told from
-the others by its warps, which mean nothing on the host. Every round runs and is said to take the same time, so
-that a busy machine causes no further visits.
+the others by its warps, which mean nothing on the host. Every round runs and is said to take the same time,
+so that a busy machine causes no further visits.
 
 --op faulty_ep:TUNABLE
 """
