@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_a_killed_rank_is_named_by_its_counterpart_and_all_end(engine: str, per_
     world = 2 * per_node
 
     def calls() -> tuple[float, str]:
-        comm = join(engine, per_node, timeout_s=20)
+        comm = join(engine, per_node, timeout_s=60)
         op = EpDispatchCombineOp(config_for(comm), comm)
         pair(op, [replace(brought(r, 0, world), scales=None) for r in range(world)])
         comm.barrier()
@@ -71,14 +72,14 @@ def test_a_killed_rank_is_named_by_its_counterpart_and_all_end(engine: str, per_
     assert outcomes[-1].error is not None
     for took_s, text in told:
         assert text.startswith(PeerDied.__name__), text
-        assert took_s < 10
+        assert took_s < 40
     assert f"rank {world - 1} on node 1" in told[per_node - 1][1]
 
 
 @pytest.mark.parametrize("engine", BOTH)
 def test_a_rank_that_dies_while_nothing_is_under_way_is_noticed(engine: str) -> None:
     def calls() -> str:
-        comm = join(engine, 1, timeout_s=20)
+        comm = join(engine, 1, timeout_s=60)
         window = comm.alloc(256)
         comm.barrier()
         if comm.rank == 1:
@@ -87,24 +88,27 @@ def test_a_rank_that_dies_while_nothing_is_under_way_is_noticed(engine: str) -> 
         began_s = time.monotonic()
         with pytest.raises(PeerDied, match="rank 1 on node 1"):
             Waits(comm, window.here, window.engine).for_word(1, 8, 1, "something")
-        assert time.monotonic() - began_s < 8
+        assert time.monotonic() - began_s < 40
         return "noticed"
 
     assert run_ranks_to_the_end(calls, 2, timeout_s=60)[0].value == "noticed"
 
 
 @pytest.mark.parametrize("engine", BOTH)
-def test_a_rank_that_does_not_come_is_named_at_the_deadline(engine: str) -> None:
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(engine: str, tmp_path: Path) -> None:
     def calls() -> str:
         comm = join(engine, 1, timeout_s=1.5)
         op = EpDispatchCombineOp(config_for(comm), comm)
         if comm.rank == 1:
-            time.sleep(2.5)
+            limit = time.monotonic() + 60
+            while not list(tmp_path.iterdir()) and time.monotonic() < limit:
+                time.sleep(0.02)
             return ""
         given = brought(0, 0, 2)
         with pytest.raises(PeerTimeout) as caught:
             op.dispatch(given.x, None, None, given.ids)
         assert caught.value.peers == (1,)
+        (tmp_path / "noticed").touch()
         return str(caught.value)
 
     text = run_ranks(calls, 2, timeout_s=60)[0]

@@ -13,6 +13,7 @@
 An op's package declares its object as an entry point of the group `mori_tune.tunables`; nothing here
 imports an op, and an op imports nothing of this package but data classes. Everything a Tunable
 does at import must be cheap; torch and the op's targets are imported in `device` and `open`.
+What a Tunable may have besides (Preloads, ChecksOptions, ChecksRules, SavedAs) stands below.
 """
 
 from __future__ import annotations
