@@ -1,131 +1,43 @@
-"""Every public entry, with every kind of wrong argument: an error of ours, on the rank that gave it, before
-any rank waits.
+"""Every public entry of an op and of its operators, with every kind of wrong argument: an error of ours, on
+the rank that gave it, before any rank waits.
 
-The tables below name every parameter of every entry and what is right for it. From what is right follows
-what is wrong: another type, dtype, shape, device, strides. Two ranks; only rank 1 makes the wrong calls, so
-one that waited for rank 0 would not come back with an ArgumentError, and then both make right ones, so that
-nothing can have been used up.
+Two ranks; only rank 1 makes the wrong calls, so one that waited for rank 0 would not come back with an
+ArgumentError, and then both make right ones, so that nothing can have been used up.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import mori_shmem
-import pytest
 import torch
-from mori_ep import EpDispatchCombineConfig, EpDispatchCombineOp, internode, nn
-from mori_ep import EpDispatchCombineKernelType as Kind
-from mori_ep.adapters import engines
-from mori_ep.adapters.deepep import Buffer, Config
-from mori_ep.bench.__main__ import main as bench_main
+from mori_ep import EpDispatchCombineOp, nn
 from mori_ep.plan import PLANNED
-from mori_ep.testing import apply_experts, expected, fixture, wrong_rows
-from mori_shmem.errors import ArgumentError, ClosedError, MoriError
-
-HIDDEN, TOPK, EXPERTS, TOKENS, MAX_TOKENS = 128, 3, 8, 8, 16
-HELPS = re.compile(
-    r"needed|needs|allowed|was made for|one of|at most|pass |the most|only|must be|takes|adds rows of"
+from mori_ep.testing import fixture
+from wrong_arguments import (
+    EXPERTS,
+    HIDDEN,
+    MAX_TOKENS,
+    TOKENS,
+    TOPK,
+    Entry,
+    Flag,
+    Other,
+    Tensor,
+    Whole,
+    in_order,
+    made,
+    not_closed,
+    refused,
+    told,
+    unnamed,
 )
-
-
-# ---- what is right, and what is wrong then ----
-
-
-@dataclass
-class Tensor:
-    """A tensor; which of its properties the entry prescribes, since others are free."""
-
-    good: torch.Tensor
-    optional: bool = False
-    rows: bool = True
-    columns: bool = True
-    dtype: bool = True
-
-    def wrong(self) -> Iterator[tuple[str, Any]]:
-        x = self.good
-        yield from {"text": "x", "a list": [1.0, 2.0], "a number": 3, "numpy": torch.ones(3).numpy()}.items()
-        if not self.optional:
-            yield "None", None
-        yield "on meta", x.to("meta")
-        yield "sparse", torch.zeros(x.shape).to_sparse()
-        yield "one dimension less", x.flatten() if x.dim() > 1 else x[0]
-        if x.dim() > 1:
-            yield "strided", x.transpose(0, 1).contiguous().transpose(0, 1)
-        if self.rows:
-            yield "a row less", x[1:].clone()
-        if self.columns and x.dim() > 1:
-            yield "a column more", torch.cat([x, x[..., :1]], -1)
-        if self.dtype:
-            yield "complex", x.to(torch.complex64)
-            yield "float64", x.double()
-
-
-class Flag:
-    """True or False."""
-
-    def wrong(self) -> Iterator[tuple[str, Any]]:
-        yield from ((repr(value), value) for value in (7, -1, "yes", 0.5, None))
-
-
-@dataclass
-class Whole:
-    """A whole number, at least `low`."""
-
-    low: int
-
-    def wrong(self) -> Iterator[tuple[str, Any]]:
-        yield from ((repr(value), value) for value in ("8", 2.5, None, [], self.low - 1))
-
-
-@dataclass
-class Other:
-    """Anything else, with what is wrong for it."""
-
-    values: tuple[Any, ...]
-
-    def wrong(self) -> Iterator[tuple[str, Any]]:
-        yield from ((repr(value)[:40], value) for value in self.values)
-
-
-@dataclass
-class Entry:
-    """One public function, the arguments of a call that would be right, and what is said of each."""
-
-    function: Callable[..., Any]
-    good: dict[str, Any]
-    kinds: dict[str, Any]
-    free: set[str] = field(default_factory=set)  # taken and not looked at: kept for callers that pass them
-    called: dict[str, str] = field(default_factory=dict)  # parameters under another name in errors
-
-    def right(self) -> dict[str, Any]:
-        """Arguments for a call that could be made."""
-        missing = {
-            name: kind.good
-            for name in inspect.signature(self.function).parameters
-            if name not in self.good and isinstance(kind := self.kinds.get(name), Tensor)
-        }
-        return {**missing, **self.good}
-
-    def wrong_calls(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """(what, the name that the error must have, arguments)."""
-        for name, kind in self.kinds.items():
-            for label, bad in kind.wrong():
-                yield f"{name}: {label}", self.called.get(name, name), {**self.good, name: bad}
-
 
 DTYPE = Other(("bfloat16", None, 7, float, torch.int8))
 GEOMETRY = dict.fromkeys(("block_num", "rdma_block_num", "warp_per_block"), Whole(-1))
-EVENT = {"previous_event": Other((7, "now"))}
-ASYNC = {"async_finish": Flag(), "allocate_on_comm_stream": Flag()}
 ROWS = {"input": "input|indices"}  # fewer rows than ids are as well more ids than rows
-HANDLE = Other((None, 7, "handle", (1, 2)))
 
 
 def tensors(x: torch.Tensor, weights: Any, scales: Any, ids: torch.Tensor) -> dict[str, Any]:
@@ -136,21 +48,6 @@ def tensors(x: torch.Tensor, weights: Any, scales: Any, ids: torch.Tensor) -> di
         "scales": Tensor(scales, optional=True),
         "indices": Tensor(ids),
     }
-
-
-def made(comm: mori_shmem.Communicator, kind: str = "IntraNode", **more: Any) -> EpDispatchCombineOp:
-    given: dict[str, Any] = {
-        "data_type": torch.bfloat16,
-        "hidden_dim": HIDDEN,
-        "num_experts": EXPERTS,
-        "num_experts_per_token": TOPK,
-        "max_num_inp_token_per_rank": MAX_TOKENS,
-        "scale_dim": 2,
-        "scale_type_size": 4,
-        "kernel_type": Kind[kind],
-        **more,
-    }
-    return EpDispatchCombineOp(EpDispatchCombineConfig.for_comm(comm, **given), comm)
 
 
 def op_entries(op: EpDispatchCombineOp, elastic: EpDispatchCombineOp) -> dict[str, Entry]:
@@ -327,219 +224,6 @@ def nn_entries(op: EpDispatchCombineOp) -> dict[str, Entry]:
     }
 
 
-def buffer_entries(buffer: Buffer, normal: Any, low: Any) -> dict[str, Entry]:
-    """`normal`, `low`: handles of dispatches of the fixture that are still open."""
-    given = fixture(buffer.rank, TOKENS, TOPK, EXPERTS, HIDDEN)
-    x, ids, weights = given.x, given.ids.long(), given.weights
-    experts, rows = EXPERTS // 2, 2 * MAX_TOKENS
-    packed = torch.zeros(experts, rows, HIDDEN).bfloat16()
-    came = torch.zeros(normal.num_received, HIDDEN).bfloat16()
-    bias = torch.zeros(TOKENS, HIDDEN).bfloat16()
-    a_config = {"config": Other((7, "fast", {}))}
-    sizes = ("num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts")
-    hook = {"async_finish": Flag(), "return_recv_hook": Flag()}
-    flags = dict.fromkeys(
-        *[("low_latency_mode", "allow_nvlink_for_low_latency_mode", "allow_mnnvl", "explicitly_destroy")],
-        Flag(),
-    )
-    not_measured = {"dispatch_wait_recv_cost_stats": Other((torch.zeros(2), 7))}
-    return {
-        "__init__": Entry(
-            Buffer,
-            {"group": None, "comm": buffer.comm},
-            {
-                **flags,
-                "enable_shrink": Flag(),
-                **dict.fromkeys(("num_nvl_bytes", "num_rdma_bytes", "num_qps_per_rank"), Whole(0)),
-                "comm": Other((None, 7, "comm", object())),
-                "group": Other((7, buffer.comm)),
-            },
-        ),
-        "set_num_sms": Entry(Buffer.set_num_sms, {}, {"new_num_sms": Other(("8", 2.5, None, 0, 21))}),
-        "capture": Entry(Buffer.capture, {}, {}),
-        "get_low_latency_rdma_size_hint": Entry(
-            Buffer.get_low_latency_rdma_size_hint,
-            dict(zip(sizes, (MAX_TOKENS, HIDDEN, 2, EXPERTS), strict=True)),
-            dict.fromkeys(sizes, Whole(1)),
-        ),
-        "get_dispatch_config": Entry(Buffer.get_dispatch_config, {}, {"num_ranks": Whole(1)}),
-        "get_combine_config": Entry(Buffer.get_combine_config, {}, {"num_ranks": Whole(1)}),
-        "get_dispatch_layout": Entry(
-            buffer.get_dispatch_layout,
-            {"topk_idx": ids, "num_experts": EXPERTS},
-            {
-                "topk_idx": Tensor(ids, rows=False, columns=False),
-                "num_experts": Other(("8", 2.5, None, 0, 7)),
-                **EVENT,
-                **ASYNC,
-            },
-        ),
-        "dispatch": Entry(
-            buffer.dispatch,
-            {"x": x, "topk_idx": ids, "topk_weights": weights, "num_tokens_per_expert": torch.zeros(EXPERTS)},
-            {
-                "x": Tensor(x, columns=False),
-                "topk_idx": Tensor(ids, columns=False),
-                "topk_weights": Tensor(weights, optional=True),
-                "num_tokens_per_expert": Other((7, "8", [1], torch.zeros(EXPERTS, 1), torch.zeros(7))),
-                "handle": Other((normal,)),
-                "expert_alignment": Whole(1),
-                "num_worst_tokens": Whole(0),
-                **a_config,
-                **EVENT,
-                **ASYNC,
-            },
-            free={"num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank"},
-        ),
-        "dispatch with scales": Entry(
-            buffer.dispatch,
-            {"x": x, "topk_idx": ids, "num_tokens_per_expert": torch.zeros(EXPERTS)},
-            {
-                "x": Other(
-                    ((x,), (x, None), (x, torch.ones(2, 1)), (x, torch.ones(TOKENS)), (None, x), (x, x, x))
-                )
-            },
-            called={"x": "x|scales"},
-        ),
-        "dispatch with a handle": Entry(
-            buffer.dispatch,
-            {"x": x, "handle": normal},
-            {"x": Tensor(x), "handle": Other((7, "handle", (1, 2), low))},
-            called={"x": "x|input|indices"},
-        ),
-        "combine": Entry(
-            buffer.combine,
-            {"x": came, "handle": normal},
-            {
-                "x": Tensor(came),
-                "handle": Other((None, 7, "handle", low)),
-                "topk_weights": Tensor(torch.zeros(len(came), TOPK), optional=True),
-                "bias": Tensor(bias, optional=True),
-                **a_config,
-                **EVENT,
-                **ASYNC,
-            },
-            called={"x": "x|input", "topk_weights": "weights"},
-        ),
-        "combine with two biases": Entry(
-            buffer.combine, {"x": came, "handle": normal}, {"bias": Other(((bias, bias[1:]), (bias, None)))}
-        ),
-        "low_latency_dispatch": Entry(
-            buffer.low_latency_dispatch,
-            {
-                "x": x,
-                "topk_idx": ids,
-                "num_max_dispatch_tokens_per_rank": MAX_TOKENS,
-                "num_experts": EXPERTS,
-            },
-            {
-                "x": Tensor(x, columns=False),
-                "topk_idx": Tensor(ids, columns=False),
-                "num_max_dispatch_tokens_per_rank": Whole(1),
-                "num_experts": Other(("8", 2.5, None, 0, 7)),
-                "cumulative_local_expert_recv_stats": Tensor(
-                    torch.zeros(experts, dtype=torch.int32), optional=True
-                ),
-                **dict.fromkeys(("use_fp8", "round_scale", "use_ue8m0"), Flag()),
-                **hook,
-                **not_measured,
-            },
-            called={"dispatch_wait_recv_cost_stats": "wait_recv_cost_stats"},
-        ),
-        "low_latency_combine": Entry(
-            buffer.low_latency_combine,
-            {"x": packed, "topk_idx": ids, "topk_weights": weights, "handle": low},
-            {
-                "x": Tensor(packed),
-                "topk_idx": Tensor(ids),
-                "topk_weights": Tensor(weights),
-                "handle": Other((None, 7, "handle", (1, 2), normal, type(low)((1, 2)))),
-                "out": Tensor(bias, optional=True),
-                "use_logfmt": Other((True, 7, "no")),
-                "zero_copy": Flag(),
-                **hook,
-                "combine_wait_recv_cost_stats": Other((torch.zeros(2), 7)),
-            },
-            called={"combine_wait_recv_cost_stats": "wait_recv_cost_stats"},
-        ),
-        "get_next_low_latency_combine_buffer": Entry(
-            buffer.get_next_low_latency_combine_buffer, {"handle": low}, {"handle": HANDLE}
-        ),
-        "clean_low_latency_buffer": Entry(
-            buffer.clean_low_latency_buffer,
-            dict(zip((sizes[0], sizes[1], sizes[3]), (MAX_TOKENS, HIDDEN, EXPERTS), strict=True)),
-            dict.fromkeys((sizes[0], sizes[1], sizes[3]), Whole(1)),
-        ),
-        "destroy": Entry(buffer.destroy, {}, {}),
-    }
-
-
-def mask_entries(buffer: Buffer) -> dict[str, Entry]:
-    """Of a Buffer with enable_shrink; before any op exists, too."""
-    status = torch.zeros(2, dtype=torch.int32)
-    return {
-        "low_latency_update_mask_buffer": Entry(
-            buffer.low_latency_update_mask_buffer,
-            {"rank": 1 - buffer.rank, "mask": True},
-            {"rank": Other(("0", 0.0, None, -1, 2, buffer.rank)), "mask": Flag()},
-        ),
-        "low_latency_query_mask_buffer": Entry(
-            buffer.low_latency_query_mask_buffer, {}, {"mask_status": Tensor(status)}
-        ),
-        "low_latency_clean_mask_buffer": Entry(buffer.low_latency_clean_mask_buffer, {}, {}),
-    }
-
-
-def refused(entries: dict[str, Entry]) -> list[str]:
-    """What was not refused as it should be. All of them, so that one run tells."""
-    faults = []
-    for title, entry in entries.items():
-        for what, named, arguments in entry.wrong_calls():
-            try:
-                entry.function(**arguments)
-            except ArgumentError as error:
-                text = str(error)
-                if not re.search(named, text):
-                    faults.append(f"{title}, {what}: the error does not name {named!r}: {text}")
-                if not HELPS.search(text):
-                    faults.append(f"{title}, {what}: the error does not say what is allowed: {text}")
-            except Exception as error:
-                faults.append(f"{title}, {what}: {type(error).__name__}: {str(error)[:200]}")
-            else:
-                faults.append(f"{title}, {what}: not refused")
-    return faults
-
-
-def told(of_ranks: list[list[str]]) -> None:
-    """Nothing was found."""
-    faults = list(itertools.chain.from_iterable(of_ranks))
-    assert not faults, "\n".join(faults)
-
-
-def unnamed(owner: Any, entries: dict[str, Entry], free: set[str]) -> list[str]:
-    """Public functions of `owner` and parameters of theirs that no table names."""
-    found = []
-    for name, function in inspect.getmembers(owner, callable):
-        if (name.startswith("_") and name != "__init__") or name in free:
-            continue
-        parameters = set(inspect.signature(function).parameters) - {"self", "kwargs"}
-        named: set[str] = set()
-        for title, entry in entries.items():
-            if title.split(" ")[0] == name:
-                named |= set(entry.kinds) | entry.free
-        found += [f"{name}({parameter})" for parameter in sorted(parameters - named)]
-    return found
-
-
-def in_order(op: EpDispatchCombineOp) -> None:
-    """A right round trip."""
-    given = fixture(op.config.rank, TOKENS, TOPK, EXPERTS, HIDDEN)
-    rows, weights, _, ids, count = op.dispatch(given.x, given.weights, None, given.ids)
-    n = int(count)
-    out, _ = op.combine(apply_experts(rows[:n], ids[:n], weights[:n], op.config), None, given.ids)
-    assert not wrong_rows(out[:TOKENS], expected(given, EXPERTS))
-
-
 # ---- the tests ----
 
 
@@ -565,59 +249,6 @@ def _imported(module: Any) -> list[str]:
     ]
 
 
-def test_every_argument_of_the_deepep_buffer() -> None:
-    def rank() -> list[str]:
-        comm = mori_shmem.init(timeout_s=20)
-        buffer = Buffer(None, low_latency_mode=True, comm=comm)
-        other = Buffer(None, low_latency_mode=True, comm=comm)
-        shrinking = Buffer(None, low_latency_mode=True, enable_shrink=True, comm=comm)
-        given = fixture(comm.rank, TOKENS, TOPK, EXPERTS, HIDDEN)
-        ids, wide = given.ids.long(), torch.zeros(EXPERTS)
-
-        def open_handles(of: Buffer) -> tuple[Any, Any]:
-            *_, normal, _ = of.dispatch(given.x, topk_idx=ids, num_tokens_per_expert=wide)
-            _, _, low, *_ = of.low_latency_dispatch(given.x, ids, MAX_TOKENS, EXPERTS, use_fp8=False)
-            return normal, low
-
-        normal, low = open_handles(buffer)
-        of_another = open_handles(other)
-        entries = {**buffer_entries(buffer, normal, low), **mask_entries(shrinking)}
-        faults = unnamed(Buffer, entries, set())
-        if comm.rank == 1:
-            faults += refused(entries)
-            foreign = buffer_entries(buffer, normal, low)
-            for title, handle in (("combine", of_another[0]), ("low_latency_combine", of_another[1])):
-                foreign[title].kinds = {"handle": Other((handle,))}
-                faults += refused({title: foreign[title]})
-        for of, (one, two) in ((buffer, (normal, low)), (other, of_another)):
-            combined, *_ = of.combine(torch.zeros(one.num_received, HIDDEN).bfloat16(), one)
-            packed = torch.zeros(EXPERTS // 2, 2 * MAX_TOKENS, HIDDEN).bfloat16()
-            out, *_ = of.low_latency_combine(packed, ids, given.weights, two)
-            assert not combined.any()
-            assert not out.any()
-        for made_here in (buffer, other, shrinking):
-            made_here.destroy()
-        for title, entry in entries.items():
-            if getattr(entry.function, "__self__", None) in (buffer, shrinking) and title != "destroy":
-                faults.append(not_closed(title, entry.function, entry.right()) or "")
-        faults = [fault for fault in faults if fault]
-        comm.close()
-        return faults
-
-    told(mori_shmem.run_ranks(rank, 2))
-
-
-def not_closed(title: str, call: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    """What is wrong with how a closed object answers, or None."""
-    try:
-        call(**arguments)
-    except ClosedError:
-        return None
-    except Exception as error:
-        return f"{title} when closed: {type(error).__name__}: {error}"
-    return f"{title} when closed: not refused"
-
-
 def test_a_closed_op_says_so_in_every_call() -> None:
     def rank() -> list[str]:
         with mori_shmem.init() as comm:
@@ -641,140 +272,3 @@ def test_a_closed_op_says_so_in_every_call() -> None:
         return [fault for fault in faults if fault]
 
     told(mori_shmem.run_ranks(rank, 1))
-
-
-def test_every_field_of_a_configuration() -> None:
-    """Refused before there is an op, on this rank alone."""
-    fields = {
-        "data_type": Other(("bfloat16", None, 7, float)),
-        "dispatch_dtype": Other(("bfloat16", 7, float)),
-        "combine_dtype": Other(("bfloat16", 7, float)),
-        "kernel_type": Other(("IntraNode", "intranode", None, 6, -1, 0.5, True)),
-        "quant_type": Other(("fp8", None, 7)),
-        "use_external_inp_buf": Flag(),
-        "elastic": Flag(),
-        **{name: Whole(low) for name, low in _LOWEST.items()},
-    }
-    assert set(fields) == set(EpDispatchCombineConfig.__dataclass_fields__)
-    good = {
-        **{name: max(1, low) for name, low in _LOWEST.items()},
-        "data_type": torch.bfloat16,
-        "rank": 0,
-        "quant_type": "none",
-    }
-
-    def make(**given: Any) -> None:
-        EpDispatchCombineConfig(**given).check()
-
-    for title, function in (("check", make), ("an engine's op", _engine_op)):
-        told([refused({title: Entry(function, good, fields)})])
-    assert EpDispatchCombineConfig(**{**good, "kernel_type": 5, "elastic": 1}).check() is None
-
-    class Ranks:
-        rank, world_size = 0, 2
-
-    sizes = {"num_experts": 8, "data_type": torch.bfloat16, "hidden_dim": 8}
-    sizes |= {"max_num_inp_token_per_rank": 4, "num_experts_per_token": 2, "comm": Ranks}
-    kinds = {
-        "num_experts": Other(("8", 2.5, None, 0, 7)),
-        "data_type": Other(("bfloat16", None, 7)),
-        "comm": Other((None, "comm")),
-    }
-    told([refused({"for_comm": Entry(EpDispatchCombineConfig.for_comm, sizes, kinds)})])
-
-
-def _engine_op(**given: Any) -> None:
-    engines.ops.EpDispatchCombineOp(EpDispatchCombineConfig(**given))
-
-
-_LOWEST = {
-    **dict.fromkeys(("rank", "scale_dim", "scale_type_size", "max_total_recv_tokens", "rdma_block_num"), 0),
-    **dict.fromkeys(("world_size", "hidden_dim", "max_token_type_size", "max_num_inp_token_per_rank"), 1),
-    **dict.fromkeys(("num_experts_per_rank", "num_experts_per_token", "warp_num_per_block", "block_num"), 1),
-    **dict.fromkeys(("gpu_per_node", "num_qp_per_pe"), 1),
-}
-
-
-def test_what_ops_are_made_of_and_what_comes_before_them() -> None:
-    config = EpDispatchCombineConfig(torch.bfloat16, 0, 1, 8, 0, 1, 2, 4, 4, 2)
-    make = EpDispatchCombineOp
-    wrong = {
-        "op": Entry(
-            make,
-            {"config": config, "comm": None},
-            {
-                "config": Other((None, 7, {}, "config")),
-                "comm": Other((7, "comm", object())),
-                "geometry": Other((7, "fast", {"both": PLANNED}, {"dispatch": 3})),
-            },
-        ),
-        "engine": Entry(engines.ops.EpDispatchCombineOp, {}, {"config": Other((None, 7, {}))}),
-        "init": Entry(
-            engines.shmem_torch_process_group_init, {}, {"group_name": Other((None, 7, "nobody's", b"mori"))}
-        ),
-        "join": Entry(
-            internode.join,
-            {"ranks_per_node": 1, "rank": 0, "world_size": 1},
-            {
-                "ranks_per_node": Whole(1),
-                "engine": Other(("ucx", 7)),
-                "timeout_s": Other(("soon", -1.0)),
-                "rank": Other((None, 1, -1)),
-            },
-            called={"engine": "ENGINE", "timeout_s": "TIMEOUT"},
-        ),
-        "Config": Entry(Config, {"num_sms": 8}, dict.fromkeys(Config.__dataclass_fields__, Whole(1))),
-    }
-    told([refused(wrong)])
-    for call in (engines.shmem_mype, engines.shmem_npes):
-        with pytest.raises(MoriError, match="call shmem_torch_process_group_init"):
-            call()
-
-
-BENCH = {
-    "--tokens": ("-1", "x", "1.5", ""),
-    "--hidden": ("0", "x"),
-    "--topk": ("0", "x", "32", "300"),
-    "--experts": ("0", "7", "x"),
-    "--kernel-type": ("intranode", "7", ""),
-    "--dtype": ("int8", "bfloat16"),
-    "--combine-dtype": ("int8", "fp4"),
-    "--quant-type": ("fp8", "int4"),
-    "--scale-dim": ("-1", "x"),
-    "--zero-copy": ("2", "yes"),
-    "--num-qp": ("0", "x"),
-    "--routing": ("round-robin", "/dev/null"),
-    "--rounds": ("0", "x"),
-    "--nodes": ("0", "x", "3", "2"),
-    "--engine": ("ucx", "gloo"),
-    "--reps": ("0", "x"),
-    "--warmup": ("-1", "x"),
-    "--world-size": ("0", "x"),
-    "--backend": ("tpu", "sycl"),
-    "--seed": ("x",),
-    "--json": ("/nowhere/x.json",),
-    "--trace": ("/nowhere/x.json",),
-    "--break": ("everything",),
-}
-
-
-@pytest.mark.parametrize("option", BENCH)
-def test_every_option_of_the_bench(option: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Refused with the option and the value, before ranks are started. Two nodes, or an engine between them,
-    mean nothing to a kernel type inside one."""
-    for value in BENCH[option]:
-        with pytest.raises(SystemExit) as status:
-            bench_main(
-                ["--world-size", "2", "--tokens", "4", "--hidden", "64", "--experts", "64", option, value]
-            )
-        assert status.value.code == 2
-        error = capfd.readouterr().err
-        assert "Traceback" not in error
-        assert option in error or option[2:].replace("-", "_") in error, error
-
-
-def test_the_table_of_the_bench_names_every_option() -> None:
-    from mori_ep.bench.__main__ import parser
-
-    known = {flag for action in parser()._actions for flag in action.option_strings if flag.startswith("--")}
-    assert known - {"--help", "--no-compare", *BENCH} == set()

@@ -7,8 +7,8 @@ import pytest
 from cuda_node import BF16, CPU_BLOCKS, CPU_PACKET_TOKENS, Node, OnCpu, make_inputs, rounds, run_dispatches
 from mori_ep import tunable
 from mori_ep.grids import MOST_THREADS
+from mori_ep.keys import geometry_of
 from mori_ep.plan import FewTokens, Geometry
-from mori_ep.rules import geometry_of
 from mori_ep.targets.cuda import limits
 from mori_ep.tunable import TUNABLE
 from mori_tune import Candidate, Device, Problem

@@ -4,6 +4,7 @@ on."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import mori_shmem
@@ -39,8 +40,15 @@ def dispatch(op: EpDispatchCombineOp, tokens: int = 16) -> tuple[Any, torch.Tens
     return given, apply_experts(rows[:n], ids[:n], weights[:n], op.config)
 
 
+def until_told(folder: Path, num_ranks: int) -> None:
+    """A rank that does not come stays alive until so many others have noticed."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < num_ranks and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 @every_kind
-def test_a_rank_that_does_not_come_is_named_with_flag_and_values(kind: str) -> None:
+def test_a_rank_that_does_not_come_is_named_with_flag_and_values(kind: str, tmp_path: Path) -> None:
     def rank() -> None:
         with mori_shmem.init(timeout_s=2) as comm:  # also what ranks may take to meet, on a busy machine
             op = made(comm, kind)
@@ -48,13 +56,14 @@ def test_a_rank_that_does_not_come_is_named_with_flag_and_values(kind: str) -> N
             op.combine(y, None, given.ids)
             comm.barrier()
             if comm.rank == 1:
-                time.sleep(4)
+                until_told(tmp_path, 2)
                 return
             began = time.monotonic()
             words = f"rank {comm.rank} of 3, in wait for `entered` of dispatch 2: .*it is {1 << 32}.*rank 1"
             with pytest.raises(PeerTimeout, match=words) as late:
                 dispatch(op)
-            assert 1.9 < time.monotonic() - began < 6
+            assert 1.9 < time.monotonic() - began < 30
+            (tmp_path / f"{comm.rank}").touch()
             assert late.value.peers == (1,)
             assert (late.value.seen, late.value.wanted) == (1 << 32, 2 << 32)
             with pytest.raises(MoriError, match="cannot be used any more"):
@@ -231,7 +240,7 @@ def test_a_killed_rank_is_masked_and_the_others_go_on(kind: str, moment: str) ->
                     out[: 10 + turn], (given.x.float() * left.sum(1, keepdim=True)).bfloat16()
                 )
             if turn > 1:
-                assert time.monotonic() - began < 1
+                assert time.monotonic() - began < 10, "nobody waits for it: that would take 20 s"
                 assert op._runner.received_rows() == len(y)
         return op.query_mask().tolist()
 
@@ -267,19 +276,22 @@ def test_a_mask_set_by_hand_leaves_a_rank_out_and_takes_it_in_again() -> None:
     mori_shmem.run_ranks(rank, 3)
 
 
-def test_a_late_rank_is_masked_at_the_deadline() -> None:
+def test_a_late_rank_is_masked_at_the_deadline(tmp_path: Path) -> None:
     def rank() -> tuple[list[int], float]:
-        with mori_shmem.init(timeout_s=0.4) as comm:
+        with mori_shmem.init(
+            timeout_s=2
+        ) as comm:  # what no rank but the late one may take, on a busy machine
             op = made(comm, elastic=True)
             dispatch_and_combine(op)
             comm.barrier()
             if comm.rank == 1:
-                time.sleep(2.5)
+                until_told(tmp_path, 2)
                 return [], 0.0
             began = time.monotonic()
             dispatch_and_combine(op)
             took = time.monotonic() - began
             dispatch_and_combine(op)
+            (tmp_path / f"{comm.rank}").touch()
             return op.query_mask().tolist(), took
 
     def dispatch_and_combine(op: EpDispatchCombineOp) -> None:
@@ -289,4 +301,4 @@ def test_a_late_rank_is_masked_at_the_deadline() -> None:
     results = mori_shmem.run_ranks(rank, 3)
     for mask, took in (results[0], results[2]):
         assert mask == [0, 1, 0]
-        assert 0.3 < took < 2.4
+        assert 1.9 < took < 30

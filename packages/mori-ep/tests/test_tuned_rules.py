@@ -15,9 +15,9 @@ import pytest
 import torch
 from mori_ep import EpDispatchCombineConfig, EpDispatchCombineKernelType, EpDispatchCombineOp, internode
 from mori_ep import rules as op_rules
-from mori_ep.keys import query_for
+from mori_ep.keys import geometry_of, query_for
 from mori_ep.plan import NOTHING_SAID, PLANNED, Geometry
-from mori_ep.rules import Rules, geometry_of
+from mori_ep.rules import Rules
 from mori_ep.settings import TABLE
 from mori_ep.targets.cuda import limits
 from mori_ep.targets.cuda.layout import layout_for

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(500)
 PACKAGES = Path(__file__).parent.parent.parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
 HIDDEN, TOKENS, SHIPPED_TOKENS = 256, 24, 48
@@ -122,19 +122,27 @@ USES = f"""
         print("====", file=sys.stderr)
     print(json.dumps(results))
 """
-EXPLAINS = """
+COMMANDS = """
     import contextlib, io, json, sys
     from mori_tune.__main__ import main
 
     results = []
     for arguments in json.loads(sys.argv[1]):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = main(arguments)
-        results.append((status, out.getvalue()))
+        results.append((status, out.getvalue(), err.getvalue()))
     print(json.dumps(results))
 """
 WAYS = {"yes": "slots", "no": "counts"}
+
+
+def mori_tune(installed: Installed, *commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
+    """The commands one after the other, in one process, since starting one costs most: (exit status, what it
+    printed, what it said on stderr) of each."""
+    done = installed.run("-c", textwrap.dedent(COMMANDS), json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    return [(status, out, err) for status, out, err in json.loads(done.stdout)]
 
 
 @pytest.fixture(scope="module")
@@ -206,11 +214,9 @@ def test_every_field_of_the_key_counts_and_the_exit_status_tells(tuned: Installe
         "quant_type": ("--quant-type", "fp8_direct_cast"),
     }
     asked = [("explain", *PROBLEM, *more) for more in ((), *fields.values(), ("--combine-dtype", "fp16"))]
-    done = tuned.run("-c", textwrap.dedent(EXPLAINS), json.dumps(asked))
-    assert done.returncode == 0, done.stderr
-    (status, said), *others, (last_status, last) = json.loads(done.stdout)
+    (status, said, _), *others, (last_status, last, _) = mori_tune(tuned, *asked)
     assert (status, said.count(": MATCH ")) == (0, 2)
-    for field, (status, said) in zip(fields, others, strict=True):
+    for field, (status, said, _) in zip(fields, others, strict=True):
         assert status == 1, field
         assert f"{field} asked" in said, (field, said)
     assert last_status == 1, "of one phase alone"
@@ -219,31 +225,32 @@ def test_every_field_of_the_key_counts_and_the_exit_status_tells(tuned: Installe
 
 
 def test_T7_verify_compares_and_never_says_so_of_a_phase_that_fell_back(tuned: Installed) -> None:
-    done = tuned.run("-m", "mori_tune", "verify", *PROBLEM)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("queried with bf16 -> MATCH") == 2
-    assert done.stdout.count(": output equals the reference, ") == 2
+    verify = ("verify", *PROBLEM)
     alone = ("--file", str(rule_files(tuned)["dispatch"]))
-    done = tuned.run("-m", "mori_tune", "verify", *PROBLEM, *alone)
-    assert done.returncode == 1
-    assert "dispatch: verified" in done.stdout
-    assert "combine rules: 0 (dtypes: none) queried with bf16 -> NO MATCH" in done.stdout
-    assert "combine: NOT verified" in done.stdout
-    assert "combine: verified" not in done.stdout
+    (status, both, said), (status_alone, one, _) = mori_tune(tuned, verify, (*verify, *alone))
+    assert status == 0, both + said
+    assert both.count("queried with bf16 -> MATCH") == 2
+    assert both.count(": output equals the reference, ") == 2
+    assert status_alone == 1
+    assert "dispatch: verified" in one
+    assert "combine rules: 0 (dtypes: none) queried with bf16 -> NO MATCH" in one
+    assert "combine: NOT verified" in one
+    assert "combine: verified" not in one
 
 
 def test_T4_T6_what_changed_is_shown_and_a_quick_sweep_is_not_saved(tuned: Installed) -> None:
     """diff: 0 without a difference, 1 with one. Quick and save together: 2, before any rank is started."""
-    old, new = tuned.base / "old", str(tuned.base / "rules")
-    shutil.copytree(new, old)
-    assert tuned.run("-m", "mori_tune", "diff", str(old), new).returncode == 0
+    old, same, new = tuned.base / "old", tuned.base / "same", str(tuned.base / "rules")
+    for copy in (old, same):
+        shutil.copytree(new, copy)
     for file in old.glob("*_dispatch.json"):
         file.write_text(file.read_text().replace('"low_latency": "', '"low_latency": "planned", "was": "'))
-    done = tuned.run("-m", "mori_tune", "diff", str(old), new)
-    assert done.returncode == 1
-    assert "REPLACED ep dispatch" in done.stdout
-    assert "low_latency=planned ->" in done.stdout
-    done = tuned.run("-m", "mori_tune", "run", *PROBLEM, "--scope", "quick", "--save")
-    assert done.returncode == 2
-    assert "--scope quick" in done.stderr
-    assert "--save" in done.stderr
+    quick = ("run", *PROBLEM, "--scope", "quick", "--save")
+    none, some, refused = mori_tune(tuned, ("diff", str(same), new), ("diff", str(old), new), quick)
+    assert none[0] == 0
+    assert some[0] == 1
+    assert "REPLACED ep dispatch" in some[1]
+    assert "low_latency=planned ->" in some[1]
+    assert refused[0] == 2
+    assert "--scope quick" in refused[2]
+    assert "--save" in refused[2]

@@ -39,7 +39,7 @@ def toy_env(tmp_path: Path) -> dict[str, str]:
 def cli(toy_env: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`cli("run", "--op", ...)` in a process of its own."""
 
-    def call(*arguments: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    def call(*arguments: str, timeout: float = 200, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "mori_tune", *arguments],
             env={**toy_env, **env},

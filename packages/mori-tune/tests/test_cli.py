@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,10 @@ TOY = ("--op", "toy_op.op:TOY")
 
 @pytest.mark.parametrize("variable", [True, False])
 def test_TU_4_quick_and_save_are_refused_before_any_launch(cli: Cli, tmp_path: Path, variable: bool) -> None:
-    began = time.monotonic()
     option = () if variable else ("--scope", "quick")
     env = {"MORI_TUNING_SCOPE": "quick"} if variable else {}
     done = cli("run", *TOY, *option, "--save", **env)
     assert done.returncode == 2
-    assert time.monotonic() - began < 5
     for knob in ("--scope quick", "MORI_TUNING_SCOPE", "--save"):
         assert knob in done.stderr
     assert "problem" not in done.stderr, "nothing was launched"

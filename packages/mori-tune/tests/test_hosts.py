@@ -17,8 +17,9 @@ from queue import SimpleQueue
 
 import pytest
 from mori_tune import LaunchError
+from mori_tune.slots.children import Events
 from mori_tune.slots.hosts import Host, agent_command, docker_for, environ_to_pass, stations_on
-from mori_tune.slots.stations import Events, StationPlan
+from mori_tune.slots.stations import StationPlan
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 FAKE_SSH = """#!{python}
@@ -205,8 +206,8 @@ def test_an_agent_ends_its_ranks_when_its_driver_is_gone(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 20
-    while sum("slots.worker" in line for line in running(str(tmp_path))) < 4:  # two ranks, a child of each
+    deadline = time.monotonic() + 60
+    while sum("slots.nest" in line for line in running(str(tmp_path))) < 5:  # two ranks, a child of each
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.kill()
@@ -241,7 +242,7 @@ def running(marker: str) -> list[str]:
 
 
 def until_gone(marker: str) -> list[str]:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (found := running(marker)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

@@ -43,6 +43,7 @@ def test_the_two_take_turns_and_the_drift_is_shared(fake_crew: Any) -> None:
         ((90, 93), (92, 99), "no difference"),
         ((100, 101), (90, 99), "SLOWER"),
         ((100, 100), (100, 100), "no difference"),
+        ((90,), (100,), "no difference can be told from one visit each"),
     ],
 )
 def test_one_is_faster_only_where_no_visit_says_otherwise(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mori_tune import Hardware, NoWinner, Problem, ep_space, host_device
 from mori_tune.journal import Journal
+from mori_tune.report import provenance, row_cells, row_of
 from mori_tune.spaces import Candidate
 from mori_tune.tuning import How, Slots, Watcher, tune
 
@@ -31,6 +33,19 @@ def test_a_default_that_no_grid_has_is_measured_with_the_rest(fake_crew: Any, tu
     tuned = tune_fake(TIMES, crew, default="own")
     assert len(tuned.candidates) == len(TIMES) + 1
     assert tuned.winner("run") == Candidate.of({"name": "own"})
+
+
+def test_a_spread_is_told_of_two_samples_and_more(fake_crew: Any, tune_fake: Any) -> None:
+    """One visit of one kept round: nothing is known of it; of two rounds it is their spread."""
+    for rounds, told, pct in ((2, "-", None), (3, "0.0%", 0.0)):
+        crew = fake_crew(lambda c, crew, rank: 100.0)
+        tuned = tune_fake(["a"], crew, rounds=rounds, budget=1.0)
+        verdict = tuned.verdicts["run"]
+        one = replace(verdict.winner, num_kept=1, spread=tuned.search.kept(0, "run")[0].round_spread("run"))
+        tuned.verdicts["run"] = replace(verdict, winner=one)
+        assert row_cells(one, tuned, "run")[3] == told
+        assert row_of(tuned, "run", "fake")["spread_pct"] == pct
+        assert provenance(tuned, "run", one, ties=0)["spread_pct"] == pct
 
 
 def test_a_slow_first_crew_is_left_before_the_sweep(fake_crew: Any, tune_fake: Any) -> None:

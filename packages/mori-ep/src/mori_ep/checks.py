@@ -22,11 +22,10 @@ from mori_ep.arguments import (
     described,
 )
 from mori_ep.config import EpDispatchCombineConfig
+from mori_ep.keys import PHASES
 from mori_ep.plan import Geometry
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.targets import CombineShape, DispatchShape
-
-PHASES = ("dispatch", "combine")
 
 # ---- when an op is made ----
 

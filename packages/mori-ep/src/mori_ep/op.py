@@ -22,32 +22,27 @@ unusable, unless it is `elastic`; an argument that is refused leaves it as it wa
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import mori_shmem
 import torch
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError, UnsupportedShape
 
 from mori_ep import checks, formats
-from mori_ep.arguments import (
-    check_dtype,
-    check_flag,
-    check_geometry_options,
-    check_index,
-    check_whole,
-    described,
-)
+from mori_ep.arguments import check_dtype, check_flag, check_index, check_whole, described
 from mori_ep.config import EpDispatchCombineConfig
-from mori_ep.plan import PLANNED, Geometry
+from mori_ep.keys import PHASES
+from mori_ep.plan import Geometry
+from mori_ep.prepared import UNASKED, Combined, Dispatched, PreparedCalls
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.rules import Rules
-from mori_ep.settings import CHECK_IDS, DISABLE_VIEW_CACHE, TABLE
-from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape, Runner, target_for
+from mori_ep.settings import TABLE
+from mori_ep.standard_moe import StandardMoe
+from mori_ep.targets import CombineCall, DispatchCall, DispatchShape, target_for
 from mori_ep.turns import CALLS, Turn
 
 if TYPE_CHECKING:
@@ -56,39 +51,9 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count(1)
 _op_numbers = itertools.count(1)
-_MOST_KINDS = 4096  # of calls that are remembered as checked
-_UNASKED = (-1, -1, -1)
-
-Dispatched = tuple[
-    torch.Tensor,  # rows [recv capacity, hidden]
-    torch.Tensor,  # weights [recv capacity, k] fp32; stale where dispatch was given none
-    torch.Tensor | None,  # scales [recv capacity, scale_dim]
-    torch.Tensor,  # expert ids [recv capacity, k] int32, global
-    torch.Tensor,  # rows received [1] int32
-]
-Combined = tuple[torch.Tensor, torch.Tensor | None]  # [max tokens, hidden], [max tokens, k] fp32
-Packed = tuple[
-    torch.Tensor,  # rows by expert [experts of this rank, recv capacity, hidden]
-    torch.Tensor,  # rows of each expert [experts of this rank] int32
-    torch.Tensor,  # their source positions [experts of this rank, recv capacity] int32
-    torch.Tensor,  # empty int64, in the place of ranges that this layout does not need
-]
 
 
-class _Prepared(NamedTuple):
-    """What is made once for a shape of call."""
-
-    launch: Any
-    results: tuple[Any, ...] | None  # None: made anew in every call
-    tuned: Callable[[int], Geometry]  # by tokens: what rules say
-
-    def geometry(self, tokens: int, asked: tuple[int, int, int]) -> Geometry:
-        """What the caller asks for, or else what rules say."""
-        tuned = self.tuned(tokens)
-        return tuned if asked == _UNASKED else Geometry(*asked, low_latency=tuned.low_latency)
-
-
-class EpDispatchCombineOp:
+class EpDispatchCombineOp(StandardMoe):
     """See the module. Calls of one op are made one after the other, in the same order on every rank."""
 
     def __init__(
@@ -139,24 +104,14 @@ class EpDispatchCombineOp:
         self.plan = target.plan_for(config, self.rules.few_tokens())
         self.layout = target.layout_for(config, self.plan)
         self._window = comm.alloc(self.layout.nbytes)
-        self._runner: Runner = target.Runner(comm, self._window, self.layout, config, self.plan, self.values)
+        self._runner = target.Runner(comm, self._window, self.layout, config, self.plan, self.values)
         self.rules.announce(self._runner)
-        self._homeward = self.rules.homeward()
-        self._cache_views = not self.values[DISABLE_VIEW_CACHE]
-        self._checks_ids = bool(self.values[CHECK_IDS])
-        self._dispatch_kinds: dict[object, DispatchShape] = {}
-        self._combine_kinds: dict[object, CombineShape] = {}
-        self._dispatches: dict[DispatchShape, _Prepared] = {}
-        self._combines: dict[CombineShape, _Prepared] = {}
+        self._calls = PreparedCalls(
+            config, comm.device, self.dispatch_dtype, self.rules, self._runner, self.values
+        )
         self._num_tokens = self._sent_tokens = -1  # of the last dispatch, and of one that was sent only
-        self._came_with: torch.Tensor | None = None  # the weights of the last dispatch_standard_moe
-        self._num_dispatches = 0
-        self._spread_of = -1  # the dispatch whose rows were laid out by expert last
-        self._spread_rows = 0  # that it needed
-        self._spread_ids: torch.Tensor | None = None  # kept: the way back reads them
-        self._no_ranges = torch.empty(0, dtype=torch.int64, device=comm.device)
-        self.packed_recv_scales: torch.Tensor | None = None
-        self._half: str | None = None  # the second half that is due
+        self._construct_standard_moe()
+        self._half = None
         self._turns = {what: Turn(self, what) for what in CALLS}
         self.local_expert_count = torch.zeros(
             config.num_experts_per_rank, dtype=torch.int32, device=comm.device
@@ -198,16 +153,16 @@ class EpDispatchCombineOp:
         shape = self._dispatch_shape("dispatch", input, weights, scales, indices, asked, routing)
         n: int = input.shape[0]
         with self._turns["dispatch"]:
-            prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
+            prepared = self._calls.dispatch(shape)
             geometry = prepared.geometry(n, asked)
-            call = DispatchCall(input, weights, scales, indices, routing, geometry, self._homeward(n))
+            call = DispatchCall(input, weights, scales, indices, routing, geometry, self._calls.homeward(n))
             self._begin_dispatch()
             self._runner.dispatch(prepared.launch, call)
             self._num_tokens = input.shape[0]
             if call_local_expert_count:
                 self._runner.count_experts(self.local_expert_count)
             handle = self._routing() if return_routing else routing
-        results = prepared.results or self._dispatch_views(shape)
+        results = prepared.results or self._calls.dispatch_views(shape)
         if handle is not None:
             results = (*results[:4], handle.recv_count)
         return (*results, handle) if return_routing else results
@@ -230,14 +185,14 @@ class EpDispatchCombineOp:
         shape = self._dispatch_shape("dispatch_send", input, weights, scales, indices, asked, None)
         n: int = input.shape[0]
         with self._turns["dispatch_send"]:
-            prepared = self._dispatches.get(shape) or self._prepare_dispatch(shape)
+            prepared = self._calls.dispatch(shape)
             geometry = prepared.geometry(n, asked)
-            call = DispatchCall(input, weights, scales, indices, None, geometry, self._homeward(n))
+            call = DispatchCall(input, weights, scales, indices, None, geometry, self._calls.homeward(n))
             self._begin_dispatch()
             self._runner.dispatch_send(prepared.launch, call)
             self._sent_tokens = n
             self._half = "dispatch_recv"
-        results: Dispatched = prepared.results or self._dispatch_views(shape)
+        results: Dispatched = prepared.results or self._calls.dispatch_views(shape)
         return results
 
     def dispatch_recv(
@@ -313,109 +268,6 @@ class EpDispatchCombineOp:
         checks.check_hidden(self.config, hidden, dtype, "the buffer")
         return self._runner.lend_combine_input((self.config.recv_capacity, hidden), dtype)
 
-    # ---- rows by expert ----
-
-    def dispatch_standard_moe(
-        self,
-        input: torch.Tensor,
-        weights: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        indices: torch.Tensor,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
-    ) -> Packed:
-        """`dispatch`, and its rows laid out by expert. Collective. The weights that came along are kept for
-        `combine_standard_moe`, the scales are in `packed_recv_scales`."""
-        rows, came, scale, ids, _ = self.dispatch(
-            input, weights, scales, indices, block_num, rdma_block_num, warp_per_block
-        )
-        self._came_with = came if weights is not None else None
-        return self._packed(rows, ids, scale)
-
-    def combine_standard_moe(
-        self,
-        input: torch.Tensor,
-        weights: torch.Tensor | None,
-        indices: torch.Tensor,
-        block_num: int = -1,
-        rdma_block_num: int = -1,
-        warp_per_block: int = -1,
-    ) -> Combined:
-        """The way back of `dispatch_standard_moe`: every expert's row times its weight, added up here, then
-        `combine`. Collective.
-
-        input    # [experts of this rank, recv capacity, hidden]
-        weights  # as for `combine`: sums of weights that are wanted besides; usually None
-        """
-        self._turns["combine"].check()
-        self._check_spread_is_last()
-        rows = self.convert_combine_input(input, weights=self._came_with)
-        return self.combine(
-            rows, weights, indices, block_num, rdma_block_num, warp_per_block, use_external_inp_buf=0
-        )
-
-    def convert_dispatch_output(
-        self,
-        dispatch_out_x: torch.Tensor,
-        dispatch_out_topk_idx: torch.Tensor,
-        *,
-        dispatch_out_scales: torch.Tensor | None = None,
-        **geometry: int,
-    ) -> Packed:
-        """The rows of the last dispatch, laid out by expert: the tensors are those that it returned. With its
-        scales, theirs are in `packed_recv_scales`. Between the halves of a dispatch: what will be filled."""
-        check_geometry_options(geometry)
-        return self._packed(dispatch_out_x, dispatch_out_topk_idx, dispatch_out_scales)
-
-    def convert_combine_input(
-        self,
-        packed_recv_x: torch.Tensor,
-        packed_recv_src_info: torch.Tensor | None = None,
-        packed_recv_layout_range: torch.Tensor | None = None,
-        *,
-        weights: torch.Tensor | None = None,
-        **geometry: int,
-    ) -> torch.Tensor:
-        """The way back: [recv capacity, hidden] in the registered buffer, for `combine` with
-        use_external_inp_buf=0. Every expert's row is multiplied by its slot in `weights`, those that dispatch
-        returned; without them rows are added as they are."""
-        self._check_usable()
-        check_geometry_options(geometry)
-        if self._half == "combine_recv":
-            raise ArgumentError(
-                "convert_combine_input between the halves of a combine: it fills the buffer whose rows are "
-                "on their way. Call combine_recv first"
-            )
-        checks.check_packed(self.config, self.comm.device, packed_recv_x)
-        if weights is not None:
-            checks.check_factors(self.config, self.comm.device, weights, self._spread_rows)
-        into = self.get_registered_combine_input_buffer(packed_recv_x.dtype, packed_recv_x.shape[2])
-        self._runner.from_experts(packed_recv_x, weights, into)
-        return into
-
-    def _packed(self, rows: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None) -> Packed:
-        self._check_usable()
-        needed = self._rows_needed()
-        checks.check_spread(self.config, self.comm.device, rows, ids, scales, needed)
-        packed, packed_scales, count, positions = self._runner.to_experts(rows, ids, scales)
-        self._spread_of, self._spread_rows, self._spread_ids = self._num_dispatches, needed, ids
-        self.packed_recv_scales = packed_scales
-        return packed, count, positions, self._no_ranges
-
-    def _rows_needed(self) -> int:
-        """Rows that whoever reads the last dispatch's may look at. A device is not waited for: all."""
-        on_host = self.comm.device.type == "cpu"
-        return self._runner.received_rows() if on_host else self.config.recv_capacity
-
-    def _check_spread_is_last(self) -> None:
-        if self._spread_of not in (-1, self._num_dispatches):
-            raise ArgumentError(
-                f"combine_standard_moe after dispatch {self._num_dispatches} of this op, but the rows by "
-                f"expert are of dispatch {self._spread_of}: combine them before the next dispatch, or lay "
-                "out the rows of that one (dispatch_standard_moe, convert_dispatch_output)"
-            )
-
     # ---- what came, and from where ----
 
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
@@ -468,8 +320,8 @@ class EpDispatchCombineOp:
     ) -> Decision | None:
         """The tuned rule for calls of this phase ("dispatch", "combine") and dtype, or why there is none;
         None where nothing is tuned. Without `hidden` and `zero_copy` as configured."""
-        if phase not in checks.PHASES:
-            raise ArgumentError(f"phase={described(phase)}: one of {', '.join(checks.PHASES)}")
+        if phase not in PHASES:
+            raise ArgumentError(f"phase={described(phase)}: one of {', '.join(PHASES)}")
         config = self.config
         check_dtype("dtype", dtype)
         check_whole("tokens", tokens, 0)
@@ -489,13 +341,7 @@ class EpDispatchCombineOp:
         self._check_usable()
         checks.check_by_hand(geometry)
         self.rules.take(geometry)
-        self._homeward = self.rules.homeward()
-        self._dispatches = {
-            shape: p._replace(tuned=self._tuned_dispatch(shape)) for shape, p in self._dispatches.items()
-        }
-        self._combines = {
-            shape: p._replace(tuned=self._tuned_combine(shape)) for shape, p in self._combines.items()
-        }
+        self._calls.tune_again()
 
     # ---- life ----
 
@@ -534,8 +380,7 @@ class EpDispatchCombineOp:
 
     def _begin_dispatch(self) -> None:
         self._num_tokens = -1  # until this one has come through
-        self._num_dispatches += 1
-        self._came_with = None
+        self._count_dispatch()
 
     def _routing(self) -> EpDispatchRoutingHandle:
         handle = self._runner.routing()
@@ -555,7 +400,7 @@ class EpDispatchCombineOp:
         """A whole combine, or its first half."""
         turn = self._turns[what]
         turn.check()
-        if asked != _UNASKED:
+        if asked != UNASKED:
             checks.check_options(asked)
         num_tokens = self._num_tokens
         if routing is not None:
@@ -564,36 +409,18 @@ class EpDispatchCombineOp:
         external = self.config.use_external_inp_buf
         if type(use_external_inp_buf) is not int or use_external_inp_buf != -1:
             external = checks.check_external(use_external_inp_buf)
-        kinds = checks.combine_kinds(num_tokens, external, input, weights, indices)
-        shape = self._combine_kinds.get(kinds)
-        if shape is None:
-            shape = checks.combine_shape(
-                self.config, self.comm.device, input, weights, indices, num_tokens, registered=not external
-            )
-            checks.check_combine_dtype(self.config, self.dispatch_dtype, shape.dtype)
-            _remember(self._combine_kinds, kinds, shape)
+        shape = self._calls.combine_shape(input, weights, indices, num_tokens, external=external)
         call = CombineCall(input, weights if shape.weights else None, num_tokens, routing)
         with turn:
-            prepared = self._combines.get(shape) or self._prepare_combine(shape)
-            call = self._launched(call, prepared, asked)
+            prepared = self._calls.combine(shape)
+            call = self._calls.launched(call, prepared, asked)
             if what == "combine":
                 self._runner.combine(prepared.launch, call)
             else:
                 self._runner.combine_send(prepared.launch, call)
                 self._half = "combine_recv"
-        results: Combined = prepared.results or self._combine_views(shape)
+        results: Combined = prepared.results or self._calls.combine_views(shape)
         return results
-
-    def _launched(self, call: CombineCall, prepared: _Prepared, asked: tuple[int, int, int]) -> CombineCall:
-        """With blocks and warps of the rule for this call, and the way home that its dispatch has told."""
-        geometry, home = prepared.geometry(call.num_tokens, asked), self._homeward(call.num_tokens)
-        if geometry.low_latency != home:
-            geometry = (
-                geometry._replace(low_latency=home)
-                if asked != _UNASKED
-                else PLANNED._replace(low_latency=home)
-            )
-        return call if geometry == PLANNED else call._replace(geometry=geometry)
 
     def _dispatch_shape(
         self,
@@ -605,67 +432,16 @@ class EpDispatchCombineOp:
         asked: tuple[int, int, int],
         routing: EpDispatchRoutingHandle | None,
     ) -> DispatchShape:
-        """The shape of a dispatch, checked unless its like has been before."""
+        """The shape of a dispatch that may be made now."""
         self._turns[what].check()
-        if asked != _UNASKED:
+        if asked != UNASKED:
             checks.check_options(asked)
         if routing is not None:
             checks.check_handle(routing, self._number, self.config, self.comm.device)
-        kinds = checks.dispatch_kinds(input, weights, scales, indices)
-        shape = self._dispatch_kinds.get(kinds)
-        if shape is None:
-            shape = checks.dispatch_shape(self.config, self.comm.device, input, weights, scales, indices)
-            _remember(self._dispatch_kinds, kinds, shape)
-        if self._checks_ids:
-            checks.check_ids(self.config, indices)
+        shape = self._calls.dispatch_shape(input, weights, scales, indices)
         if routing is not None:
             checks.check_replay(routing, input.shape[0])
         return shape
-
-    def _prepare_dispatch(self, shape: DispatchShape) -> _Prepared:
-        launch = self._runner.prepare_dispatch(shape)
-        results = self._dispatch_views(shape) if self._cache_views else None
-        prepared = self._dispatches[shape] = _Prepared(launch, results, self._tuned_dispatch(shape))
-        return prepared
-
-    def _prepare_combine(self, shape: CombineShape) -> _Prepared:
-        launch = self._runner.prepare_combine(shape)
-        results = self._combine_views(shape) if self._cache_views else None
-        prepared = self._combines[shape] = _Prepared(launch, results, self._tuned_combine(shape))
-        return prepared
-
-    def _tuned_dispatch(self, shape: DispatchShape) -> Callable[[int], Geometry]:
-        """What rules say of dispatches of one shape, by tokens: looked up once for each number of them."""
-        asked = functools.partial(self.rules.geometry, "dispatch", shape.dtype, hidden=shape.hidden)
-        return functools.lru_cache(None)(lambda tokens: asked(tokens=tokens))
-
-    def _tuned_combine(self, shape: CombineShape) -> Callable[[int], Geometry]:
-        """The same of combines."""
-        zero_copy, hidden = shape.registered, shape.hidden
-        asked = functools.partial(
-            self.rules.geometry, "combine", shape.dtype, hidden=hidden, zero_copy=zero_copy
-        )
-        return functools.lru_cache(None)(lambda tokens: asked(tokens=tokens))
-
-    def _dispatch_views(self, shape: DispatchShape) -> Dispatched:
-        rows, topk, view = self.config.recv_capacity, self.config.num_experts_per_token, self._runner.view
-        scales = None
-        if shape.scale_dtype is not None:
-            scales = view("out_scales", (rows, shape.scale_dim), shape.scale_dtype)
-        return (
-            view("out", (rows, shape.hidden), shape.dtype),
-            view("out_weights", (rows, topk), torch.float32),
-            scales,
-            view("out_indices", (rows, topk), torch.int32),
-            view("recv_count", (1,), torch.int32),
-        )
-
-    def _combine_views(self, shape: CombineShape) -> Combined:
-        tokens, topk = self.config.max_num_inp_token_per_rank, self.config.num_experts_per_token
-        weights = (
-            self._runner.view("result_weights", (tokens, topk), torch.float32) if shape.weights else None
-        )
-        return self._runner.view("result", (tokens, shape.hidden), shape.dtype), weights
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -681,10 +457,3 @@ class EpDispatchCombineOp:
         self._check_usable()
         if not self.config.elastic:
             raise UnsupportedShape("elastic=False: only an op made with elastic=True can leave ranks out")
-
-
-def _remember(kinds: dict[Any, Any], kind: object, shape: object) -> None:
-    """What has passed the checks; so many different ones that memory would matter are forgotten."""
-    if len(kinds) >= _MOST_KINDS:
-        kinds.clear()
-    kinds[kind] = shape

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import mori_shmem
 import torch
@@ -33,17 +32,15 @@ from mori_tune import (
     Decision,
     Device,
     Query,
-    RulesError,
     agreed_book,
     book_for,
     host_device,
     torch_device,
 )
-from mori_tune.rules.book import fits
 from mori_tune.rules.files import Rule
 
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-from mori_ep.keys import FORMATS, query_for
+from mori_ep.keys import FORMATS, geometry_of, query_for
 from mori_ep.plan import NOTHING_SAID, PLANNED, FewTokens, Geometry
 from mori_ep.settings import INTERNODE_LL_TOKENS
 from mori_ep.targets import Runner
@@ -59,8 +56,6 @@ DTYPES = {  # as rule files name them
     torch.float4_e2m1fn_x2: "fp4",
     torch.uint8: "fp4",
 }
-LOW_LATENCY = {"planned": -1, "no": 0, "yes": 1}
-MOST_BLOCKS, MOST_WARPS = 1024, 32  # that any sweep tries, on any device
 
 
 def is_tuned(backend: str, config: EpDispatchCombineConfig) -> bool:
@@ -80,22 +75,6 @@ def choices_of(backend: str) -> tuple[str, ...]:
 def device_of(backend: str, index: int | None) -> Device:
     """As rule files name it."""
     return torch_device(index or 0) if backend == "cuda" else host_device()
-
-
-def geometry_of(params: Mapping[str, Any], place: str) -> Geometry:
-    """A rule's values; RulesError for what no sweep could have found."""
-    numbers = [params.get(name) for name in EP_DISPATCH.params]
-    way = params.get("low_latency", "planned")
-    limits = (MOST_BLOCKS, MOST_BLOCKS, MOST_WARPS)
-    right = all(type(n) is int and 0 <= n <= most for n, most in zip(numbers, limits, strict=True))
-    if not right or way not in LOW_LATENCY:
-        given = " ".join(f"{name}={value!r}" for name, value in params.items())
-        raise RulesError(
-            f"{place}: {given}: wanted 0 (as planned) to {MOST_BLOCKS} blocks, 0 to {MOST_WARPS} warps, and "
-            f"low_latency one of {', '.join(LOW_LATENCY)}; tune again, or remove the rule"
-        )
-    blocks, network_blocks, warps = (n or -1 for n in numbers)
-    return Geometry(blocks, network_blocks, warps, LOW_LATENCY[way])
 
 
 class Rules:
@@ -163,11 +142,7 @@ class Rules:
 
     def _rules_of(self, phase: str) -> list[Rule]:
         """For this architecture and header: those that a lookup may come to, whatever its policy."""
-        if self._book is None:
-            return []
-        tables = [table for _, table in self._book.all_tables()]
-        query = self._full(phase)
-        return [rule for table in tables if fits(table, query, ignore=("gpu_model",)) for rule in table.rules]
+        return [] if self._book is None else self._book.rules_for(self._full(phase))
 
     def _full(self, phase: str) -> Query:
         """The key of a call that fills the op."""

@@ -9,7 +9,7 @@ by itself:
     cuda   pairs queued behind a kernel that only takes time, so that the host is out of the way, with events
            between the phases; the first pair, in which the ranks find each other, is dropped
 
-Everything of torch is imported in the ranks' processes.
+torch is imported where a problem is checked, and in the ranks' processes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ from mori_tune.spaces.ep import INTRA_WARPS
 
 from mori_ep.config import QUANT_TYPES, EpDispatchCombineKernelType
 from mori_ep.grids import Grid, combine_grid, dispatch_grid
-from mori_ep.keys import query_for
-from mori_ep.rules import geometry_of
+from mori_ep.keys import PHASES, geometry_of, query_for
 
 PACKAGE = "mori_ep"
-PHASES = ("dispatch", "combine")
 KINDS = [kind.name for kind in EpDispatchCombineKernelType]
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e4m3_fnuz": 1, "fp4": 1}  # of an element
 SIZES = {  # by backend: tokens, hidden, experts, dispatch dtype, unless asked
@@ -101,6 +99,7 @@ class Ep:
     name = "ep"
     package = PACKAGE
     formats = (EP_DISPATCH, EP_COMBINE)
+    preload = ("torch.distributed", "mori_shmem.comm", "mori_ep.tuning")
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("what is exchanged (LIST: one problem each)")
@@ -133,7 +132,26 @@ class Ep:
         )
 
     def problems(self, options: argparse.Namespace, device: Device) -> Sequence[Problem]:
-        tokens, hidden, experts, dtype = SIZES[device.backend]
+        return self.asked_for(options, device.backend)
+
+    def check_options(self, options: argparse.Namespace, backends: Sequence[str]) -> None:
+        from mori_ep.possible import why_impossible
+
+        reasons = []
+        for backend in backends:
+            against = ((p, why_impossible(p, backend)) for p in self.asked_for(options, backend))
+            reason = next((f"{problem}: {why}" for problem, why in against if why is not None), None)
+            if reason is None:
+                return
+            reasons.append(reason)
+        raise SpaceError(reasons[0])
+
+    def check_rule(self, phase: str, params: Mapping[str, Any], place: str) -> None:
+        geometry_of(params, place)
+
+    def asked_for(self, options: argparse.Namespace, backend: str) -> list[Problem]:
+        """The problems that options name, sensible or not."""
+        tokens, hidden, experts, dtype = SIZES[backend]
         dtype = options.dtype or dtype
         zero_copies = options.zero_copies or ("1" if options.quant_type == "none" else "0",)
         ranks = options.world_size or 2
@@ -150,7 +168,7 @@ class Ep:
                 "zero_copy": zero_copy == "1",
                 "scale_dim": scales_of(options.scale_dim, dtype, h),
                 "world_size": ranks,
-                "ranks_per_node": options.ranks_per_node or (1 if device.backend == "host" else 8),
+                "ranks_per_node": options.ranks_per_node or (1 if backend == "host" else 8),
                 "engine": options.engine,
             }
             for kind in options.kernel_types

@@ -24,14 +24,13 @@ from mori_tune import Candidate, Device, Place, Problem, Refused, WrongOutput
 
 from mori_ep import reference
 from mori_ep.bench import inputs
-from mori_ep.bench.__main__ import DTYPES
 from mori_ep.bench.check import LOSS
-from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from mori_ep.keys import PHASES, geometry_of
 from mori_ep.op import EpDispatchCombineOp
 from mori_ep.plan import Geometry
+from mori_ep.possible import config_of, dtypes_of
 from mori_ep.reference import bytes_of
-from mori_ep.rules import geometry_of
-from mori_ep.tunable import PHASES, across_nodes, hidden_of, number
+from mori_ep.tunable import across_nodes, hidden_of, number
 
 NUM_TURNS = 2  # sets of rows: a call that does nothing would leave the other set's result
 PAIRS = 5  # of a round on a GPU; the first is dropped
@@ -93,9 +92,7 @@ class Session:
     def __init__(self, problem: Problem, comm: mori_shmem.Communicator, seed: int) -> None:
         self.problem, self.comm = problem, comm
         self.zero_copy = bool(problem["zero_copy"])
-        dtype, combine_dtype = (
-            getattr(torch, DTYPES[str(problem[name])]) for name in ("dtype", "combine_dtype")
-        )
+        dtype, combine_dtype = dtypes_of(problem)
         self.sizes = inputs.Sizes(
             number(problem, "tokens"),
             hidden_of(problem, "dispatch"),
@@ -107,29 +104,10 @@ class Session:
             number(problem, "scale_dim"),
             seed,
         )
-        self.config = self._config()
+        self.config = config_of(problem, comm)
         self.turns = [self._turn(turn) for turn in range(NUM_TURNS)]
         self.sleep_cycles = SLEEP_CYCLES
         self._op: EpDispatchCombineOp | None = None  # cuda: of all visits
-
-    def _config(self) -> EpDispatchCombineConfig:
-        problem, sizes = self.problem, self.sizes
-        return EpDispatchCombineConfig.for_comm(
-            self.comm,
-            num_experts=sizes.experts,
-            data_type=sizes.dtype,
-            combine_dtype=sizes.combine_dtype,
-            hidden_dim=max(sizes.hidden, number(problem, "hidden")),
-            max_num_inp_token_per_rank=max(1, sizes.tokens),
-            num_experts_per_token=sizes.topk,
-            max_token_type_size=max(sizes.dtype.itemsize, sizes.combine_dtype.itemsize),
-            scale_dim=sizes.scale_dim,
-            scale_type_size=4,
-            kernel_type=EpDispatchCombineKernelType[str(problem["kernel_type"])],
-            quant_type=str(problem["quant_type"]),
-            use_external_inp_buf=not self.zero_copy,
-            gpu_per_node=number(problem, "ranks_per_node") if across_nodes(problem) else 8,
-        )
 
     def _turn(self, turn: int) -> Turn:
         """From the reference alone; the op has no part in it."""

@@ -32,7 +32,7 @@ from mori_tune.rules import (
 from mori_tune.spaces import Candidate, Constraint, Hardware, Parameter, Space, hardware_of, split_workers
 from mori_tune.spaces.ep import ep_space
 from mori_tune.spaces.gemm_ar import GemmArShape, gemm_ar_space
-from mori_tune.tunable import Place, Problem, SavedAs, Session, Trial, Tunable
+from mori_tune.tunable import ChecksOptions, ChecksRules, Place, Problem, SavedAs, Session, Trial, Tunable
 
 __version__ = "0.1.0"
 
@@ -42,6 +42,8 @@ __all__ = [
     "GEMM_AR",
     "Book",
     "Candidate",
+    "ChecksOptions",
+    "ChecksRules",
     "Constraint",
     "Decision",
     "Device",

@@ -85,8 +85,9 @@ def row_cells(row: Standing, tuned: Tuned, phase: str) -> list[str]:
         marks.append("default")
     name = str(tuned.candidates[row.index]) + (f" ({', '.join(marks)})" if marks else "")
     bandwidth = "" if row.bandwidth_gbps is None else f"{row.bandwidth_gbps:.2f}"
+    spread = "-" if row.spread is None else f"{row.spread:.1%}"
     return [
-        *(name, f"{row.average_us:.2f}", f"{row.worst_rank_us:.2f}", f"{row.spread:.1%}"),
+        *(name, f"{row.average_us:.2f}", f"{row.worst_rank_us:.2f}", spread),
         *(str(row.num_kept), str(row.num_slow), bandwidth),
     ]
 
@@ -265,7 +266,7 @@ def provenance(tuned: Tuned, phase: str, winner: Standing, *, ties: int) -> Mapp
         "versions": dict(tuned.versions),
         "rounds": tuned.how.rounds,
         "visits": winner.num_kept,
-        "spread_pct": round(100 * winner.spread, 1),
+        "spread_pct": None if winner.spread is None else round(100 * winner.spread, 1),
         "confirmed_us": round(tuned.confirmed_us[phase], 3),
         "candidates": len(tuned.candidates),
         "scope": tuned.how.scope,

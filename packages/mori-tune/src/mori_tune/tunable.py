@@ -13,6 +13,7 @@
 An op's package declares its object as an entry point of the group `mori_tune.tunables`; nothing here
 imports an op, and an op imports nothing of this package but data classes. Everything a Tunable
 does at import must be cheap; torch and the op's targets are imported in `device` and `open`.
+What a Tunable may have besides (Preloads, ChecksOptions, ChecksRules, SavedAs) stands below.
 """
 
 from __future__ import annotations
@@ -104,6 +105,29 @@ class Tunable(Protocol):
         """The device of this process; called in a rank's process."""
 
     def open(self, problem: Problem, device: Device, place: Place) -> Session: ...
+
+
+@runtime_checkable
+class Preloads(Protocol):
+    """What a Tunable may have besides, for ranks that start sooner."""
+
+    preload: tuple[str, ...]  # modules that a machine's ranks share: imported once; they start no threads
+
+
+@runtime_checkable
+class ChecksOptions(Protocol):
+    """What a Tunable may have besides, to refuse problems before any rank is started."""
+
+    def check_options(self, options: argparse.Namespace, backends: Sequence[str]) -> None:
+        """Raise SpaceError where on none of these backends all that the options ask for is possible."""
+
+
+@runtime_checkable
+class ChecksRules(Protocol):
+    """What a Tunable may have besides, where its op refuses rules that no sweep could have found."""
+
+    def check_rule(self, phase: str, params: Mapping[str, Any], place: str) -> None:
+        """Raise RulesError, with the place, for values that the op would refuse."""
 
 
 @runtime_checkable

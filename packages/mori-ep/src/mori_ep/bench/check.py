@@ -11,7 +11,8 @@ import torch
 from mori_ep import reference
 from mori_ep.bench.inputs import Given, Sizes, answer, received_rows
 from mori_ep.config import EpDispatchCombineConfig
-from mori_ep.op import Dispatched, EpDispatchCombineOp
+from mori_ep.op import EpDispatchCombineOp
+from mori_ep.prepared import Dispatched
 from mori_ep.reference import bytes_of
 
 TWICE = 1.5  # across nodes rows are quantised twice

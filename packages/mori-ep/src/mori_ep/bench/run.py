@@ -25,7 +25,8 @@ from mori_ep.bench import check, peers
 from mori_ep.bench.check import Checked
 from mori_ep.bench.inputs import Given, Sizes, experts, given_for
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
-from mori_ep.op import Dispatched, EpDispatchCombineOp
+from mori_ep.op import EpDispatchCombineOp
+from mori_ep.prepared import Dispatched
 from mori_ep.problem import Traffic
 
 TURNS = 2  # different inputs, so that a result of the call before would show

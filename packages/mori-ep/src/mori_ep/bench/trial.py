@@ -15,7 +15,8 @@ import mori_shmem
 from mori_ep.bench.check import Checked
 from mori_ep.bench.inputs import Sizes, given_for
 from mori_ep.bench.run import Choice, Round, check_round, make_config
-from mori_ep.op import Dispatched, EpDispatchCombineOp
+from mori_ep.op import EpDispatchCombineOp
+from mori_ep.prepared import Dispatched
 
 
 class Halves(Round):

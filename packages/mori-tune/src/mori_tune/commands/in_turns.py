@@ -2,7 +2,7 @@
 
 Both are visited by the same ranks, one after the other, and each pair begins with the other one: what drifts
 is shared between them. Of each phase the medians are shown with the least and the most of the visits. One is
-called faster only where no visit of it is slower than any of the other.
+called faster only where no visit of it is slower than any of the other. One visit each decides nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mori_tune.spaces import Candidate
 from mori_tune.tuning import Slots
 
 RULE, DEFAULT = "rule", "default"
+NO_VERDICT = "no difference can be told from one visit each"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """Of the rule, against the default."""
+        if len(self.rule_us) < 2:
+            return NO_VERDICT
         if max(self.rule_us) < min(self.default_us):
             return "faster"
         return "SLOWER" if min(self.rule_us) > max(self.default_us) else "no difference"
@@ -43,7 +46,9 @@ class Comparison:
 
 
 def shown(visits_us: Sequence[float]) -> str:
-    """`196.9 us [196.1 198.0]`"""
+    """`196.9 us [196.1 198.0]`; of a single visit `196.9 us [-]`"""
+    if len(visits_us) < 2:
+        return f"{visits_us[0]:.1f} us [-]"
     return f"{median(visits_us):.1f} us [{min(visits_us):.1f} {max(visits_us):.1f}]"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -13,11 +13,13 @@ from mori_tune.commands.options import plain_values
 from mori_tune.device import Device
 from mori_tune.errors import LaunchError
 from mori_tune.slots import Crew, CrewFailure, LocalStation, Station, StationPlan
+from mori_tune.slots.children import Events
 from mori_tune.slots.hosts import HERE, Host, environ_to_pass, stations_on
-from mori_tune.slots.stations import Events
 from mori_tune.slots.torchrun import gather_agents, is_under_torchrun
+from mori_tune.tunable import ChecksOptions, Tunable
 
 DEFAULT_WORLD_SIZE = 2
+BACKENDS = ("host", "cuda", "rocm")  # that ranks may find, unless one is named
 
 
 def show(command: str) -> None:
@@ -37,6 +39,20 @@ def world_size_of(options: argparse.Namespace) -> int:
     if asked not in (None, found):
         raise LaunchError(f"--world-size {asked}, but {source} make {found}")
     return found
+
+
+def prepare(tunable: Tunable, options: argparse.Namespace) -> None:
+    """Before any rank is started: refuse what cannot be. From here on the options say how many ranks there
+    are."""
+    refuse_idle_options(options)
+    options.world_size = world_size_of(options)
+    refuse_impossible(tunable, options, BACKENDS if options.backend == "auto" else (options.backend,))
+
+
+def refuse_impossible(tunable: Tunable, options: argparse.Namespace, backends: Sequence[str]) -> None:
+    """SpaceError for problems that are impossible on all of these backends."""
+    if isinstance(tunable, ChecksOptions):
+        tunable.check_options(options, backends)
 
 
 def ranks_per_host(options: argparse.Namespace) -> int:
@@ -80,7 +96,6 @@ def hosts_of(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Ho
 
 
 def stations_for(options: argparse.Namespace, events: Events) -> tuple[list[Station], str, dict[str, str]]:
-    refuse_idle_options(options)
     world_size = world_size_of(options)
     plan = StationPlan(
         options.op,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from mori_tune.commands.launch import DEFAULT_WORLD_SIZE, refuse_impossible
 from mori_tune.commands.verify import book_of
 from mori_tune.errors import RulesError, TuneError
 from mori_tune.rules.book import is_manual, rule_files
@@ -14,7 +15,7 @@ from mori_tune.rules.files import read_tables
 from mori_tune.rules.format import EP_COMBINE, EP_DISPATCH, GEMM_AR, Format
 from mori_tune.rules.saving import changes_between, describe_header, figures, geometry
 from mori_tune.settings import settings
-from mori_tune.tunable import available, load
+from mori_tune.tunable import ChecksRules, available, load
 
 BUILT_IN = (EP_DISPATCH, EP_COMBINE, GEMM_AR)
 
@@ -45,17 +46,23 @@ def show(options: argparse.Namespace) -> int:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """The whole decision for each problem and phase. 0: all MATCH. 1: some not."""
+    """The whole decision for each problem and phase. 0: all MATCH. 1: some not. RulesError where the op would
+    refuse a rule that its lookups may come to."""
     tunable = load(options.op)
     device = options.device or tunable.device(options.backend)
     book = book_of(tunable, options.file)
     book.manual = options.file is None and is_manual(tunable.name, settings())
     if options.world_size is None:
-        options.world_size = 2
+        options.world_size = DEFAULT_WORLD_SIZE
+    refuse_impossible(tunable, options, (device.backend,))
     matched = []
     for problem in tunable.problems(options, device):
         for format_ in tunable.formats:
-            decision = book.decide(tunable.query(problem, format_.phase, device), options.policy)
+            query = tunable.query(problem, format_.phase, device)
+            if isinstance(tunable, ChecksRules):
+                for rule in book.rules_for(query):
+                    tunable.check_rule(format_.phase, format_.params_in(rule.values), rule.place)
+            decision = book.decide(query, options.policy)
             print("\n".join([decision.steps[0], *(f"  {step}" for step in decision.steps[1:])]))
             matched.append(decision.is_match)
     return 0 if matched and all(matched) else 1

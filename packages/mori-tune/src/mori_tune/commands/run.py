@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mori_tune import report
-from mori_tune.commands.launch import crew_for, describe
+from mori_tune.commands.launch import crew_for, describe, prepare, refuse_impossible
 from mori_tune.commands.options import refuse_quick_save, save_target
 from mori_tune.device import Device
 from mori_tune.errors import NoWinner, SaveRefused, SettingError, SpaceError
@@ -36,7 +36,9 @@ def run(options: argparse.Namespace) -> int:
     refuse_quick_save(how.scope, target)
     check_writable(options.json, options.trace)
     watcher = report.Progress(verbose=options.verbose or using["MORI_EP_TUNING_VERBOSE"])
-    batch = Batch(load(options.op), options, using, how, target, watcher)
+    tunable = load(options.op)
+    prepare(tunable, options)
+    batch = Batch(tunable, options, using, how, target, watcher)
     with crew_for(options) as crew:
         batch.run(crew)
     if options.trace:
@@ -89,7 +91,7 @@ class Batch:
 
     def run(self, crew: Crew) -> None:
         device, versions = describe(crew)
-        self.options.world_size = crew.world_size  # known only now: torchrun or the hosts may have decided it
+        refuse_impossible(self.tunable, self.options, (device.backend,))
         problems = self.tunable.problems(self.options, device)
         queries = [self.queries(problem, device) for problem in problems]
         if self.target is not None:

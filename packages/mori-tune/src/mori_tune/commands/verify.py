@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mori_tune.commands.in_turns import compare_in_turns
-from mori_tune.commands.launch import crew_for, describe
+from mori_tune.commands.launch import crew_for, describe, prepare, refuse_impossible
 from mori_tune.device import Device
-from mori_tune.errors import LaunchError, SettingError
+from mori_tune.errors import LaunchError, RulesError, SettingError
 from mori_tune.rows import emit, result_row
 from mori_tune.rules.book import Book, Decision, fits
 from mori_tune.search import Failure, Times
 from mori_tune.settings import settings
 from mori_tune.slots import Crew
 from mori_tune.spaces import Candidate, Space
-from mori_tune.tunable import Problem, Tunable, load
+from mori_tune.tunable import ChecksRules, Problem, Tunable, load
 from mori_tune.tuning import How, Slots, Watcher
 
 ROUNDS = 3
@@ -40,9 +40,10 @@ def verify(options: argparse.Namespace) -> int:
     )
     if how.rounds <= how.warmup:
         raise SettingError(f"--reps {how.rounds} with --warmup {how.warmup} leaves no round to measure")
+    prepare(tunable, options)
     with crew_for(options) as crew:
         device, versions = describe(crew)
-        options.world_size = crew.world_size
+        refuse_impossible(tunable, options, (device.backend,))
         check = Check(tunable, book, device, versions, how, options.json, options.in_turns)
         good = [check.problem(problem, crew) for problem in tunable.problems(options, device)]
     verified = bool(good) and all(good)
@@ -80,7 +81,10 @@ class Check:
             decisions[format_.phase] = decision = self.book.decide(query, "exact")
             print(f"  {format_.phase} {counted(self.book, decision)}", flush=True)
         runnable = {p: candidate_of(d, space) for p, d in decisions.items() if d.is_match}
-        reasons = {p: reason for p, c in runnable.items() if (reason := space.why_invalid(c)) is not None}
+        found = {
+            p: why_refused(self.tunable, decisions[p]) or space.why_invalid(c) for p, c in runnable.items()
+        }
+        reasons = {phase: reason for phase, reason in found.items() if reason is not None}
         runnable = {p: c for p, c in runnable.items() if p not in reasons}
         result = self.launch(problem, runnable, decisions, crew) if runnable else None
         good = True
@@ -171,6 +175,17 @@ def counted(book: Book, decision: Decision) -> str:
         f"MATCH at {decision.rule.place}" if decision.rule is not None and decision.is_match else "NO MATCH"
     )
     return f"rules: {len(rules)} ({field}s: {seen}) queried with {query.key[field]} -> {found}"
+
+
+def why_refused(tunable: Tunable, decision: Decision) -> str | None:
+    """The words in which the op would refuse the rule of a decision, or None."""
+    if not isinstance(tunable, ChecksRules) or decision.rule is None or decision.params is None:
+        return None
+    try:
+        tunable.check_rule(decision.query.format.phase, decision.params, decision.rule.place)
+    except RulesError as refusal:
+        return str(refusal)
+    return None
 
 
 def candidate_of(decision: Decision, space: Space) -> Candidate:

@@ -121,6 +121,11 @@ class Book:
     def all_tables(self) -> list[tuple[Layer, Table]]:
         return [(layer, table) for layer in self.layers for table in layer.tables]
 
+    def rules_for(self, query: Query) -> list[Rule]:
+        """For this architecture and header: those that a lookup may come to, whatever its policy."""
+        tables = [table for _, table in self.all_tables()]
+        return [rule for table in tables if fits(table, query, ignore=("gpu_model",)) for rule in table.rules]
+
     def knows(self, device: Device) -> bool:
         """Whether any rule is for this architecture."""
         return any(t.rules and t.header["gpu_arch"] == device.arch for _, t in self.all_tables())

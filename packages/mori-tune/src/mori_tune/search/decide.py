@@ -18,7 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 
 from mori_tune.errors import NoWinner
 from mori_tune.search.belief import (
@@ -31,7 +31,7 @@ from mori_tune.search.belief import (
     expected_gain,
     kept_visits,
 )
-from mori_tune.search.samples import Failure, Times
+from mori_tune.search.samples import Failure, Times, relative_spread
 
 TIE = 0.01  # closer than this nobody needs to know which is better
 NOTHING_TO_GAIN = 5e-5  # expected relative gain of another duel below which the search is over
@@ -91,7 +91,7 @@ class Standing:
     index: int
     average_us: float
     worst_rank_us: float
-    spread: float  # (max - min) / median over the kept visits; over the rounds where there is one visit
+    spread: float | None  # of the kept visits, of the rounds where there is one visit; None for one round
     num_kept: int
     num_slow: int
     moved_bytes: float | None
@@ -259,13 +259,12 @@ class Search:
     def standing(self, index: int, phase: str) -> Standing:
         kept = self.kept(index, phase)
         averages = [times.average(phase) for times in kept]
-        spread = (max(averages) - min(averages)) / median(averages)
         sizes = [times.moved_bytes[phase] for times in kept if phase in times.moved_bytes]
         return Standing(
             index,
             fmean(averages),
             fmean(times.worst_rank(phase) for times in kept),
-            spread if len(kept) > 1 else kept[0].round_spread(phase),
+            relative_spread(averages) if len(kept) > 1 else kept[0].round_spread(phase),
             len(kept),
             len(self.entries[index].visits) - len(kept),
             fmean(sizes) if sizes else None,

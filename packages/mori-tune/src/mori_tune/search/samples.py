@@ -36,13 +36,17 @@ class Times:
         """The median round: what the average would be without a round that something disturbed."""
         return median(fmean(ranks) for ranks in self.by_phase[phase])
 
-    def round_spread(self, phase: str) -> float:
-        """(max - min) / median over the rounds of this visit, 0.1 = 10 %."""
-        rounds = [fmean(ranks) for ranks in self.by_phase[phase]]
-        return (max(rounds) - min(rounds)) / median(rounds)
+    def round_spread(self, phase: str) -> float | None:
+        """Over the rounds of this visit."""
+        return relative_spread([fmean(ranks) for ranks in self.by_phase[phase]])
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def relative_spread(values: Sequence[float]) -> float | None:
+    """(max - min) / median, 0.1 = 10 %; None for a single value, which does not tell."""
+    return (max(values) - min(values)) / median(values) if len(values) > 1 else None
 
 
 @dataclass(frozen=True)

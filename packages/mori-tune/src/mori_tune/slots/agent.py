@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import IO
 
-from mori_tune.slots.stations import Event, Events, LocalStation, StationPlan
+from mori_tune.slots.children import Event, Events
+from mori_tune.slots.stations import LocalStation, StationPlan
 
 
 def serve(reads: Iterable[str], writes: IO[str]) -> None:

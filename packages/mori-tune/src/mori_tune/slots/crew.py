@@ -14,7 +14,8 @@ from typing import Any
 
 from mori_tune.errors import LaunchError
 from mori_tune.search.samples import Failure
-from mori_tune.slots.stations import Events, Station
+from mori_tune.slots.children import Events
+from mori_tune.slots.stations import Station
 
 GRACE_S = 1.0  # after the first failure, for the others to say what they saw
 START_LIMIT_S = 180.0  # imports, contexts, rendezvous

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mori_tune.errors import LaunchError
-from mori_tune.slots.stations import AgentStation, Events, LocalStation, Station, StationPlan
+from mori_tune.slots.children import Events
+from mori_tune.slots.stations import AgentStation, LocalStation, Station, StationPlan
 
 PASSED_ON = ("MORI_", "NCCL_", "GLOO_")  # by prefix, besides what --env names
 HERE = ("localhost", "local", "127.0.0.1")

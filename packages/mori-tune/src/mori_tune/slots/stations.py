@@ -17,35 +17,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from queue import SimpleQueue
 from typing import IO, Any, Protocol
 
+from mori_tune.slots.children import PATIENCE_S, TAIL_LINES, Child, Event, Events, Nest
 from mori_tune.tunable import Place
 
-TAIL_LINES = 30
-LONGEST_LINE = 4096
-PATIENCE_S = 5.0  # for a killed process to be gone
 NOT_FOR_RANKS = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's own; a rank is started by us
-
-
-@dataclass(frozen=True)
-class Event:
-    crew: int
-    rank: int | None
-    body: Mapping[str, Any]
-    station: int = 0
-
-
-Events = SimpleQueue[Event]
 
 
 @dataclass(frozen=True)
@@ -88,102 +72,6 @@ class Station(Protocol):
     def close(self) -> None: ...
 
 
-class Child:
-    """One rank's process, with the threads that read its answers and its output."""
-
-    def __init__(
-        self, plan: StationPlan, rank: int, crew: int, environ: Mapping[str, str], events: Events
-    ) -> None:
-        self.rank = rank
-        self.crew = crew
-        self.events = events
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self.show = plan.show_output
-        reads, writes = os.pipe()
-        place = json.dumps(asdict(plan.place(rank)))
-        try:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "mori_tune.slots.worker",
-                    plan.op,
-                    str(writes),
-                    str(os.getpid()),
-                    place,
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[writes],
-                env=environ,
-                start_new_session=True,  # its own children end with it, and Ctrl-C does not reach it first
-                text=True,
-                errors="replace",
-            )
-        finally:
-            os.close(writes)
-        self.replies = os.fdopen(reads, "r", errors="replace")
-        self.output = threading.Thread(target=self.read_output, daemon=True)
-        self.output.start()
-        self.reader = threading.Thread(target=self.read_replies, daemon=True)
-        self.reader.start()
-        self.waiter = threading.Thread(target=self.report_death, daemon=True)
-        self.waiter.start()
-
-    def read_output(self) -> None:
-        stdout = self.process.stdout
-        assert stdout is not None
-        for line in iter(lambda: stdout.readline(LONGEST_LINE), ""):
-            self.tail.append(line.rstrip("\n"))
-            if self.show:
-                print(f"[rank {self.rank}] {line}", end="", file=sys.stderr)
-
-    def read_replies(self) -> None:
-        for line in self.replies:
-            try:
-                body = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # cut off by the process's end, which is reported below
-            self.events.put(Event(self.crew, self.rank, body))
-
-    def report_death(self) -> None:
-        """By waiting for the process, not for its pipes: a child that it left behind may hold those open."""
-        code = self.process.wait()
-        self.reader.join(0.5)
-        self.output.join(0.5)
-        self.events.put(
-            Event(self.crew, self.rank, {"died": how_it_ended(code), "tail": "\n".join(self.tail)})
-        )
-
-    def send(self, line: str) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its death is reported by the reader
-            self.process.stdin.write(line)
-            self.process.stdin.flush()
-
-    def kill(self) -> None:
-        """The process and whatever it started, by the session that was made for it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def gone(self) -> None:
-        self.waiter.join(PATIENCE_S)
-        for stream in (self.process.stdin, self.process.stdout, self.replies):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-
-
-def how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"exit status {code}"
-    try:
-        return f"died by signal {-code} ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"died by signal {-code}"
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -196,22 +84,20 @@ class LocalStation:
         self.ranks = plan.ranks
         self.events = events
         self.children: list[Child] = []
+        self.nest: Nest | None = None
 
     def ask_port(self, crew: int) -> None:
         self.events.put(Event(crew, None, {"port": free_port()}))
 
     def start(self, crew: int, environ: Mapping[str, str]) -> None:
         base = {k: v for k, v in os.environ.items() if not k.startswith(NOT_FOR_RANKS)}
-        for rank in self.ranks:
-            place = self.plan.place(rank)
-            own = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(place.local_rank),
-                "LOCAL_WORLD_SIZE": str(len(self.ranks)),
-                "WORLD_SIZE": str(self.plan.world_size),
-            }
-            full = {"OMP_NUM_THREADS": "1", **base, **environ, **own}
-            self.children.append(Child(self.plan, rank, crew, full, self.events))
+        counts = {"LOCAL_WORLD_SIZE": str(len(self.ranks)), "WORLD_SIZE": str(self.plan.world_size)}
+        places = [self.plan.place(rank) for rank in self.ranks]
+        if places:
+            self.nest = Nest(self.plan.op, places, {"OMP_NUM_THREADS": "1", **base, **environ, **counts})
+            self.children = [
+                Child(rank, crew, self.events, show=self.plan.show_output) for rank in self.nest.ranks
+            ]
 
     def send(self, message: Mapping[str, Any]) -> None:
         line = json.dumps(message) + "\n"
@@ -219,11 +105,12 @@ class LocalStation:
             child.send(line)
 
     def stop(self) -> None:
-        for child in self.children:
-            child.kill()
+        if self.nest is not None:
+            self.nest.end()
         for child in self.children:
             child.gone()
         self.children.clear()
+        self.nest = None
 
     def close(self) -> None:
         self.stop()

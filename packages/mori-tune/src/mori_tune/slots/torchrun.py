@@ -18,7 +18,8 @@ from collections.abc import Mapping
 
 from mori_tune.errors import LaunchError
 from mori_tune.slots.agent import serve
-from mori_tune.slots.stations import AgentStation, Events, LocalStation, Station, StationPlan
+from mori_tune.slots.children import Events
+from mori_tune.slots.stations import AgentStation, LocalStation, Station, StationPlan
 
 NUM_PORTS = 20
 MEETING_LIMIT_S = 120.0

@@ -1,15 +1,15 @@
 """One rank's process: it holds the op's session and tries candidates, one at a time, as it is told.
 
-Commands come as JSON lines on standard input, answers go as JSON lines to the descriptor given in the
-arguments; what the op prints goes to standard error, of which the last lines are kept for reports.
+Commands come as JSON lines on standard input, answers go as JSON lines to a descriptor of their own; of what
+the op prints the last lines are kept for reports. The process is forked by the nest (nest.py).
 
     {"id": 1, "do": "describe"}                                   -> device, versions
     {"id": 2, "do": "open", "problem": {...}, "device": {...}}    -> moved bytes
     {"id": 3, "do": "visit", "candidates": {phase: {...}}, "rounds": 10}  -> [{phase: us}, ...]
 
 A visit makes the op, compares its output with the reference, measures, and compares again: a candidate
-that is right once and wrong when repeated is wrong. The process ends when its input does, and dies with its
-parent, whatever the op is waiting for.
+that is right once and wrong when repeated is wrong. The process ends when its input does, and dies with the
+nest, whatever the op is waiting for.
 """
 
 from __future__ import annotations
@@ -107,17 +107,10 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def main() -> None:
-    name, reply_fd, parent, place = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-    die_with(parent)
+def serve(op: str, place: Place, reply_fd: int) -> None:
+    """Answer what comes on standard input until it ends."""
     replies = os.fdopen(reply_fd, "w", buffering=1)
-    sys.stdout.flush()
-    os.dup2(2, 1)
-    rank = Rank(load(name), Place(**place))
+    rank = Rank(load(op), place)
     for line in sys.stdin:
         command = json.loads(line)
         print(json.dumps({"id": command["id"], **rank.answer(command)}), file=replies)
-
-
-if __name__ == "__main__":
-    main()
