@@ -46,6 +46,8 @@ SMOKE = {  # what must run from the wheel alone, away from the sources
 
 def sync(session: nox.Session, *args: str) -> None:
     """Bring the session's environment to what uv.lock says; with --no-venv keep the caller's."""
+    # Images often forbid bytecode files. Each process that imports torch would compile it again, 2 s of it.
+    session.env["PYTHONDONTWRITEBYTECODE"] = None
     if session.venv_backend == "none":
         return
     here = session.virtualenv.location
