@@ -10,6 +10,7 @@ _OURS = 0xD0000
 _WAITS = {
     params.WAIT_COUNTS: "its counts of call {index}",
     params.WAIT_ROWS: "its rows for expert {index} (rows so far)",
+    params.WAIT_PARTIALS: "the weighted rows of its experts, call {index}",
     params.WAIT_TILE: "a tile to become ready, at place {index} of the queue",
 }
 
