@@ -117,7 +117,7 @@ class MegaMoE:
             raise
 
     def _construct(self, pairs: Any) -> None:
-        layout = layout_for(self.problem)
+        layout = self._target.Runner.layout_for(self.problem, self.values)
         self._window = self.comm.alloc(layout.nbytes)
         self._runner: Runner = self._target.Runner(self.comm, self._window, layout, self.values, pairs)
         self.stage1: Stage1 = self._target.DirectStores()
@@ -126,7 +126,7 @@ class MegaMoE:
 
     @staticmethod
     def window_bytes_for(problem: Problem) -> int:
-        """Symmetric memory that such a layer takes on every rank, before it is made."""
+        """Symmetric memory that such a layer takes on every rank of the host target, before it is made."""
         return layout_for(problem).nbytes
 
     # ---- calls ----
@@ -156,7 +156,7 @@ class MegaMoE:
                             none
         """
         call = self._call(x_bf16, None, wts, topk_ids, stream, mask_invalid_slots)
-        return self._run(call, slice_output)
+        return self._run(call, slice_output, stream)
 
     __call__ = forward_bf16 = forward
 
@@ -173,7 +173,7 @@ class MegaMoE:
     ) -> torch.Tensor:
         """`forward` with rows that `quantize` made: x_q [n, D] e4m3fn, scales [n, D / 32] uint8."""
         call = self._call(x_q, scales, wts, topk_ids, stream, mask_invalid_slots)
-        return self._run(call, slice_output)
+        return self._run(call, slice_output, stream)
 
     def stage1_only(
         self,
@@ -191,8 +191,8 @@ class MegaMoE:
         columns = mx.padded_columns(self.problem.inter_scales)
         return Stage1Result(launch, self._runner.hidden[:rows], self._runner.hidden_scales[: rows * columns])
 
-    def _run(self, call: Call, slice_output: bool) -> torch.Tensor:
-        with self._turn():
+    def _run(self, call: Call, slice_output: bool, stream: Any) -> torch.Tensor:
+        with self._turn(), nullcontext() if stream is None else torch.cuda.stream(stream):
             launch = self._stage1(call)
             with self._phase("stage2"):
                 self._runner.stage2(launch)
@@ -249,7 +249,7 @@ class MegaMoE:
     @property
     def window_bytes(self) -> int:
         """Symmetric memory that this layer holds on this rank, without what a stage has of its own."""
-        return self.window_bytes_for(self.problem)
+        return self._runner.layout.nbytes
 
     def close(self) -> None:
         """Give the windows back. Local; twice is fine. Outputs stay readable."""
