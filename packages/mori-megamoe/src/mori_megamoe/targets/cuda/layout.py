@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 from mori_shmem.errors import UnsupportedShape
 
+from mori_megamoe import layout
+from mori_megamoe.problem import Problem
 from mori_megamoe.targets.cuda import limits
 
 _ALIGNMENT = 1024
@@ -137,3 +139,28 @@ def offsets_of(shape: Shape) -> tuple[dict[str, int], int]:
         offsets[name] = offset
         offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return offsets, offset
+
+
+@dataclass(frozen=True)
+class LayerLayout(layout.Layout):
+    """A whole layer's. The flags are words here (see the module), not those of the host target."""
+
+    shape: Shape
+
+
+def layout_for(problem: Problem, body: str) -> LayerLayout:
+    """Of a layer of these sizes: landing memory for whatever the router may choose."""
+    shape = Shape(
+        *(problem.num_ranks, problem.model_dim, problem.inter_dim, problem.num_experts, problem.topk),
+        max_tokens=problem.max_tokens,
+        body=body,
+        partials=problem.partial_format,
+    )
+    shape.check()
+    offsets, nbytes = offsets_of(shape)
+    ends = [*list(offsets.values())[1:], nbytes]
+    regions = {
+        name: layout.Region(offset, end - offset)
+        for (name, offset), end in zip(offsets.items(), ends, strict=True)
+    }
+    return LayerLayout(problem, regions, nbytes, shape)
