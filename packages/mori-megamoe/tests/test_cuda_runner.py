@@ -118,18 +118,21 @@ class EmulatedRanks:
 
             return SimpleNamespace(addresses=addresses, tensor=tensor, nbytes=nbytes, close=lambda: None)
 
-        return SimpleNamespace(
-            rank=rank,
-            world_size=self.world_size,
-            backend="cuda",
-            device=torch.device("cpu"),
-            timeout_s=60.0,
-            core=core,
-            all_gather=all_gather,
-            alloc=alloc,
-            barrier=lambda: all_gather(None),
-            check=lambda: None,
-        )
+        here = {
+            "rank": rank,
+            "world_size": self.world_size,
+            "backend": "cuda",
+            "device": torch.device("cpu"),
+            "timeout_s": 60.0,
+            "core": core,
+            "closed": False,
+            "all_gather": staticmethod(all_gather),
+            "alloc": staticmethod(alloc),
+            "barrier": staticmethod(lambda: all_gather(None)),
+            "check": staticmethod(lambda: None),
+            "check_open": staticmethod(lambda: None),
+        }
+        return object.__new__(type("EmulatedCommunicator", (mori_shmem.Communicator,), here))
 
     def run(self, job: Callable[[Any], Any]) -> list[Any]:
         """Every rank's result."""
@@ -213,13 +216,15 @@ def test_stage1_alone_says_where_its_rows_are(emulated: None) -> None:
     """And the layer goes on after a call that ended there."""
     stored = [of_rank(SHAPE, logical_weights(SHAPE, sparse=True), rank) for rank in range(2)]
     inputs = exact_inputs((5, 2), 3)
+    of_all = torch.cat([given.ids.flatten() for given in inputs])
+    rows_of = [int(((of_all >= 2 * r) & (of_all < 2 * r + 2)).sum()) for r in range(2)]
 
     def rank(comm: Any) -> tuple[list[int], torch.Size, torch.Tensor]:
         with layer_of(comm, stored[comm.rank]) as moe:
             found = moe.stage1_only(*inputs[comm.rank])
             plan = found.launch.plan
             assert len(found.hidden) == plan.num_rows == 128 * len(plan.tiles)
-            assert plan.expert_tile_end[-1] == len(plan.tiles)
+            assert sum(section.rows for section in plan.sections) == rows_of[comm.rank]
             return [tile.expert for tile in plan.tiles], found.hidden.shape, moe(*inputs[comm.rank]).clone()
 
     got = EmulatedRanks(2).run(rank)

@@ -36,7 +36,7 @@ from mori_shmem.settings import Snapshot
 
 from mori_megamoe.launch import Call, Launch
 from mori_megamoe.layout import Layout
-from mori_megamoe.plan import Destination, Tile
+from mori_megamoe.plan import Destination, destination
 from mori_megamoe.problem import Problem
 from mori_megamoe.routing import Pair, Routes
 from mori_megamoe.settings import BODY, POISON
@@ -47,7 +47,7 @@ from mori_megamoe.targets.cuda.gemm1 import params_of
 from mori_megamoe.targets.cuda.layout import LayerLayout, layout_for
 from mori_megamoe.targets.cuda.memory import Landed, Local, Place
 from mori_megamoe.targets.cuda.operand_rows import rows_params
-from mori_megamoe.targets.cuda.params import NUM_TILES, RowsParams
+from mori_megamoe.targets.cuda.params import EPOCH, NUM_ROWS, NUM_TILES, RowsParams
 from mori_megamoe.targets.cuda.weights import PreparedWeights, prepare_back_weights, prepare_weights
 from mori_megamoe.weights import StoredWeights
 
@@ -71,19 +71,19 @@ class DeviceLaunch(Launch):
     """Counts and plans are on the device; `plan` fetches this rank's."""
 
     place: Place | None = None
+    problem: Problem | None = None
 
     @property
     def plan(self) -> Destination:
-        """Waits for the device. For tests and benches; sections are not there."""
+        """Waits for the device. For tests and benches."""
         assert self.place is not None
-        shape, arrays = self.place.shape, self.place.local.tiles
-        count, first = int(arrays.counts[NUM_TILES]), self.rank * shape.experts
-        columns = [part[:count].tolist() for part in (arrays.expert, arrays.row_base, arrays.input_base)]
-        tiles = tuple(
-            Tile(first + expert, row, at, 1 + expert) for expert, row, at in zip(*columns, strict=True)
-        )
-        ends = tuple(sum(tile.expert <= first + e for tile in tiles) for e in range(shape.experts))
-        return Destination(self.rank, shape.tile_rows, None, (), count * shape.tile_rows, tiles, ends)
+        assert self.problem is not None
+        shape, landed, words = self.place.shape, self.place.landed, self.place.local.tiles.counts.tolist()
+        rows = landed.counts[words[EPOCH] & 1].tolist()
+        counts = [[*row, *[0] * shape.world_size] for row in rows]  # no pairs
+        made = destination(counts, self.problem, self.rank, shape.tile_rows, None)
+        assert (made.num_rows, len(made.tiles)) == (words[NUM_ROWS], words[NUM_TILES])
+        return made
 
 
 class Runner:
@@ -102,6 +102,7 @@ class Runner:
         self.comm, self.window, self.layout, self.values = comm, window, layout, values
         self.problem = layout.problem
         self.epoch = 0  # calls from this process; replays of graphs are counted on the device
+        self._kernels = kernels.Kernels(comm, layout.shape)  # collective: before what may fail here alone
         self._faults = Faults(comm)
         self._gemms: dict[tuple[int, ...], Gemms] = {}
         self._now: Gemms | None = None
@@ -118,7 +119,6 @@ class Runner:
         assert buffers.shuffled_scales is not None
         self.back = Back.empty(place, buffers)
         self.hidden, self.hidden_scales = buffers.out, buffers.shuffled_scales
-        self._kernels = kernels.Kernels(comm, layout.shape)
         blocks = self._kernels.blocks
         self._plan, self._rows = place.plan(), RowsParams(nbytes=ctypes.sizeof(RowsParams))
         self._dispatched = place.send(blocks, limits.DISPATCH_THREADS)
@@ -158,7 +158,9 @@ class Runner:
             self._poison()
         self._prepare[kind].launch(self._kernels.stream)
         return DeviceLaunch(
-            call, self.epoch, self.comm.rank, [], [], _NO_ROUTES, [], None, None, place=self.place
+            *(call, self.epoch, self.comm.rank, [], [], _NO_ROUTES, [], None, None),
+            place=self.place,
+            problem=self.problem,
         )
 
     def stage2(self, launch: Launch) -> None:
