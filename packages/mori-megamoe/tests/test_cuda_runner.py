@@ -26,7 +26,7 @@ from mori_megamoe.targets.cuda.layout import Shape, layout_for
 from mori_megamoe.targets.cuda.params import Gemm1Maps, Gemm1Params
 from mori_megamoe.testing import Toy, wrong_rows
 from mori_megamoe.weights import StoredWeights
-from mori_shmem.errors import LayoutError, MoriError, UnsupportedShape
+from mori_shmem.errors import LayoutError, MoriError, PeerTimeout, UnsupportedShape
 from mori_shmem.targets.fault_record import FIELDS
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -53,6 +53,9 @@ class EmulatedKernels:
     def __init__(self, comm: Any, shape: Shape) -> None:
         self._rank, self._shape = comm.rank, shape
         self._sums: list[torch.Tensor] = []
+
+    def finish(self) -> None:
+        pass
 
     def load(self, *names: str) -> None:
         pass
@@ -331,7 +334,32 @@ def test_every_mode_gives_the_same_bytes_and_they_are_near_the_reference(
                 assert reference.rel_l2(by_mode[0][number], want[number][rank].out) < 0.02
 
 
-def layer_and_direct_kernels(toy: Toy, inputs: Sequence[RankInput]) -> tuple[torch.Tensor, torch.Tensor]:
+def rank_1_stays_away(toy: Toy, inputs: Sequence[RankInput]) -> str:
+    """What rank 0 is told by the call after the one that rank 1 did not make."""
+    with mori_shmem.init("cuda", timeout_s=2) as comm:
+        torch.cuda.set_device(comm.device)
+        weights = StoredWeights(*[part.to(comm.device) for part in toy.weights(comm.rank)])
+        given = [part.to(comm.device) for part in inputs[comm.rank]]
+        said = ""
+        with toy.layer(comm, **weights._asdict()) as moe:
+            if comm.rank == 0:
+                moe(*given)
+                torch.cuda.synchronize()
+                with pytest.raises(PeerTimeout) as late:
+                    moe(*given)
+                said = str(late.value)
+            comm.all_gather(None, timeout_s=60)
+        return said
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_that_makes_no_call_is_named() -> None:
+    toy = toy_for(2, "bf16")
+    said, _ = mori_shmem.run_ranks(rank_1_stays_away, 2, toy, toy.inputs([10, 10]), timeout_s=120)
+    assert "rank 0 waited more than 2 s for rank 1: its counts of call 1; seen 0, wanted 1" in said
+
+
+def layer_on_two_streams(toy: Toy, inputs: Sequence[RankInput]) -> tuple[torch.Tensor, torch.Tensor]:
     """One rank: a call on the caller's stream, and one on another."""
     with mori_shmem.init("cuda", timeout_s=20) as comm:
         torch.cuda.set_device(comm.device)

@@ -59,6 +59,10 @@ class Kernels:
         """Whether the caller's stream is being captured in a graph."""
         return torch.cuda.is_current_stream_capturing()
 
+    def finish(self) -> None:
+        """Wait for what torch has made on the current stream: later calls may be on others."""
+        torch.cuda.synchronize(self._device)
+
     def load(self, *names: str) -> None:
         """So that `launch` has nothing to wait for."""
         with torch.cuda.device(self._device):

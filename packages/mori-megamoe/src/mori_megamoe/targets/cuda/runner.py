@@ -132,6 +132,7 @@ class Runner:
         self._hidden = launch("hidden", limits.SMALL_BLOCKS * blocks, self.back.hidden_params())
         self._combine = launch("combine", limits.SMALL_BLOCKS * blocks, [self._combined])
         self._kernels.load("gemm1", *[f"stage1-{way}" for way in WAYS], "gemm2")
+        self._kernels.finish()
 
     @staticmethod
     def layout_for(problem: Problem, values: Snapshot) -> LayerLayout:
@@ -214,6 +215,7 @@ class Runner:
         for way in WAYS:
             given = params_of(first, back.hidden, tiles, limit=limit, arrivals=self.place.arrivals())
             gemm1[way] = launch(f"stage1-{way}", blocks, [maps, given, self._sent])
+        self._kernels.finish()
         gemm2 = launch("gemm2", blocks, [self._kernels.maps(back.buffers), *back.gemm2_params(second)])
         return Gemms(versions, experts, (first, second), gemm1, gemm2)
 
