@@ -380,7 +380,5 @@ def layer_on_two_streams(toy: Toy, inputs: Sequence[RankInput]) -> tuple[torch.T
 def test_a_call_on_another_stream(world_size: int) -> None:
     toy = toy_for(world_size, "bf16")
     inputs = toy.inputs([100] * world_size, 7)
-    for first, second in mori_shmem.run_ranks(
-        layer_and_direct_kernels, world_size, toy, inputs, timeout_s=240
-    ):
+    for first, second in mori_shmem.run_ranks(layer_on_two_streams, world_size, toy, inputs, timeout_s=240):
         assert wrong_rows(first, second) == []
