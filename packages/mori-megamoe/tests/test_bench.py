@@ -110,7 +110,7 @@ def test_the_trial_makes_four_calls_of_each_mode(capfd: pytest.CaptureFixture[st
         (["--tokens", "1", "--break", "swap_row_tiles"], "--break needs two tokens"),
         (["--tokens", "0", "--picture", "x.svg"], "without tokens there is nothing to draw"),
         (["--mode", "baseline", "--copy-delay-us", "5"], "--mode baseline, which has no queues"),
-        (["--backend", "cuda"], "backend 'cuda' is not part of this version of mori-megamoe"),
+        (["--backend", "cuda"], "--backend cuda: this bench measures on the host target"),
         (["--json", "/nowhere/x"], "no folder /nowhere"),
     ],
 )

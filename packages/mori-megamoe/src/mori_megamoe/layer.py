@@ -125,7 +125,7 @@ class MegaMoE:
             raise
 
     def _construct(self, pairs: Any) -> None:
-        layout = layout_for(self.problem)
+        layout = self._target.Runner.layout_for(self.problem, self.values)
         self._window = window = self.comm.alloc(layout.nbytes)
         with torch.inference_mode(False):  # calls write to these tensors, inside that mode and outside
             self._runner: Runner = together(
@@ -139,7 +139,7 @@ class MegaMoE:
 
     @staticmethod
     def window_bytes_for(problem: Problem) -> int:
-        """Symmetric memory that such a layer takes on every rank, before it is made."""
+        """Symmetric memory that such a layer takes on every rank of the host target, before it is made."""
         if not isinstance(problem, Problem):
             raise ArgumentError(f"{described(problem)} is no mori_megamoe.Problem: one is needed")
         problem.check()
@@ -174,7 +174,7 @@ class MegaMoE:
         """
         check_flag("slice_output", slice_output)
         call = self._call(x_bf16, None, wts, topk_ids, stream, mask_invalid_slots)
-        return self._run(call, slice_output)
+        return self._run(call, slice_output, stream)
 
     __call__ = forward_bf16 = forward
 
@@ -193,7 +193,7 @@ class MegaMoE:
         check_flag("slice_output", slice_output)
         checks.check_tensor("scales", scales, "as quantize returns them")
         call = self._call(x_q, scales, wts, topk_ids, stream, mask_invalid_slots)
-        return self._run(call, slice_output)
+        return self._run(call, slice_output, stream)
 
     def stage1_only(
         self,
@@ -211,8 +211,8 @@ class MegaMoE:
         columns = mx.padded_columns(self.problem.inter_scales)
         return Stage1Result(launch, self._runner.hidden[:rows], self._runner.hidden_scales[: rows * columns])
 
-    def _run(self, call: Call, slice_output: bool) -> torch.Tensor:
-        with self._turn():
+    def _run(self, call: Call, slice_output: bool, stream: Any) -> torch.Tensor:
+        with self._turn(), nullcontext() if stream is None else torch.cuda.stream(stream):
             launch = self._stage1(call)
             with self._phase("stage2"):
                 self._runner.stage2(launch)
@@ -321,7 +321,7 @@ class MegaMoE:
     @property
     def window_bytes(self) -> int:
         """Symmetric memory that this layer holds on this rank, without what a stage has of its own."""
-        return self.window_bytes_for(self.problem)
+        return self._runner.layout.nbytes
 
     def close(self) -> None:
         """Give the windows back, and end what stages have started. Local; twice is fine. Outputs stay

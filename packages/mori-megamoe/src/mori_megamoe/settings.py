@@ -21,6 +21,16 @@ COMBINE_MASK = TABLE.add(
         doc="whether ids may name no expert, where a call does not say (mask_invalid_slots)",
     )
 )
+BODY = TABLE.add(
+    Setting(
+        "MORI_MEGAMOE_BODY",
+        "R",
+        choices=("R", "A"),
+        doc="what the GEMMs of the cuda target multiply. R: fp8, summed in fp32 every 128 values, relative "
+        "error about 5e-5. A: bf16, exact products, slower, twice the bytes on the wire. Weights whose "
+        "scales in a row are more than 2^11 apart need A",
+    )
+)
 POISON = TABLE.add(
     Setting(
         "MORI_MEGAMOE_POISON",

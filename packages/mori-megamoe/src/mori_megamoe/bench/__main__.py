@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
-        args.backend = backend_for(args.backend, world_size)
+        args.backend = backend_for(args.backend)
         modes = modes_from(args.mode)
         sizes = sizes_.sizes_from(args, world_size)
         sizes_.check_memory(sizes.problem, len(modes))
@@ -120,18 +120,18 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ValueError(f"--reps {args.reps}: `test` repeats nothing, it is for `bench`")
 
 
-def backend_for(asked: str, world_size: int) -> str:
-    """What is asked for, if the layer has it; "auto" is the GPUs only where each rank has one of its own."""
-    from mori_megamoe.targets import TARGETS, target_for
+def backend_for(asked: str) -> str:
+    """What is asked for, if this bench measures there: its clock and its inputs are the host's."""
+    from mori_megamoe.targets import target_for
 
+    if asked == "cuda":
+        raise ValueError(
+            "--backend cuda: this bench measures on the host target. GPUs have a bench of their own: "
+            "python -m mori_megamoe.targets.cuda.bench_layer"
+        )
     if asked != "auto":
         target_for(asked)
-        return asked
-    import torch
-    from mori_shmem.comm import backend_of
-
-    found = backend_of("auto")
-    return found if found in TARGETS and torch.cuda.device_count() >= world_size else "host"
+    return "host" if asked == "auto" else asked
 
 
 def _run(args: argparse.Namespace, sizes: Sizes, choice: Choice) -> int:

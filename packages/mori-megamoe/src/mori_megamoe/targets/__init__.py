@@ -20,7 +20,7 @@ from mori_megamoe.layout import Layout
 from mori_megamoe.plan import Tile
 from mori_megamoe.problem import Problem
 
-TARGETS = {"host": "mori_megamoe.targets.host"}
+TARGETS = {"host": "mori_megamoe.targets.host", "cuda": "mori_megamoe.targets.cuda"}
 
 
 class Runner(Protocol):
@@ -33,6 +33,10 @@ class Runner(Protocol):
     values: Snapshot
     hidden: torch.Tensor  # [capacity, I] uint8: codes between the GEMMs, this rank's
     hidden_scales: torch.Tensor  # [capacity * padded columns] uint8, mx.ActivationScales tile by tile
+
+    @staticmethod
+    def layout_for(problem: Problem, values: Snapshot) -> Layout:
+        """Of the window that such a layer gets on this target."""
 
     # ---- phases ----
 

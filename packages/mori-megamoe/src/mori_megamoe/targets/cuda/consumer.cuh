@@ -1,8 +1,10 @@
-// Warpgroups 1 and 2: item after item, multiply and finish. Each has 128 of the CTA's 256 weight rows: 64 outputs.
+// Warpgroups 1 and 2: item after item, multiply and finish: finish(sum, gate, up, target, thread). Each has 128 of the CTA's 256
+// weight rows.
 #pragma once
-#include "epilogue.cuh"
+#include "sums.cuh"
 
-DEVICE void consume_items(int wg, uint32_t shared, int cta, const Gemm1Maps& maps, const Gemm1Params& p) {
+template <typename Finish>
+DEVICE void consume_items(int wg, uint32_t shared, int cta, const Gemm1Params& p, Finish finish) {
   const Thread t(wg, threadIdx.x & 127);
   const unsigned count = num_items(p);
   Stage stage(0);
@@ -18,7 +20,7 @@ DEVICE void consume_items(int wg, uint32_t shared, int cta, const Gemm1Maps& map
     const Target to = {block, __ldg(p.tiles.row_base + tile)};
     if (BODY == REBASED) scale_rows(sum, __ldg(p.tiles.input_base + tile), t.lane & 3, p);
     if (SUMS) store_sums(sum, gate, up, to, t, p);
-    finish_item(sum, gate, up, to, t, shared, maps, p);
+    finish(sum, gate, up, to, t);
   }
   if ((threadIdx.x & 127) == 0) stores_wait();
 }

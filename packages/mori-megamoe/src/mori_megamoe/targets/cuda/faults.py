@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from mori_shmem.errors import MoriError, PeerTimeout, UnsupportedShape
+import ctypes
+
+import mori_shmem
+from mori_shmem.errors import MoriError, PeerDied, PeerTimeout, UnsupportedShape
+from mori_shmem.targets.fault_record import FIELDS
 
 from mori_megamoe.targets.cuda import params
 
@@ -10,6 +14,7 @@ _OURS = 0xD0000
 _WAITS = {
     params.WAIT_COUNTS: "its counts of call {index}",
     params.WAIT_ROWS: "its rows for expert {index} (rows so far)",
+    params.WAIT_PARTIALS: "the weighted rows of its experts, call {index}",
     params.WAIT_TILE: "a tile to become ready, at place {index} of the queue",
 }
 
@@ -36,3 +41,34 @@ def error_of(found: dict[str, int], timeout_s: float) -> MoriError:
         seen=seen,
         wanted=wanted,
     )
+
+
+class Faults:
+    """This rank's fault record, as the next call sees it."""
+
+    def __init__(self, comm: mori_shmem.Communicator) -> None:
+        self._comm = comm
+        self._record = (ctypes.c_uint32 * len(FIELDS)).from_address(comm.core.record.address)
+        self._failed: MoriError | None = None
+
+    def raise_found(self) -> None:
+        """What a kernel of an earlier call has left; from then on in every call, since ranks find out at
+        different ones."""
+        if self._record[0] == 1 and self._failed is None:
+            found = dict(zip(FIELDS, self._record, strict=True))
+            if not is_ours(found):
+                self._comm.check()
+                return
+            self._record[0] = 0
+            self._failed = self._named(error_of(found, self._comm.timeout_s))
+        if self._failed is not None:
+            raise self._failed
+
+    def _named(self, error: MoriError) -> MoriError:
+        """A rank that is late because it has died is said to have."""
+        if isinstance(error, PeerTimeout):
+            states = self._comm.core.peer_states()
+            dead = [rank for rank in error.peers if states[rank] == "dead"]
+            if dead:
+                return PeerDied(f"rank {dead[0]} has died. {error}", rank=error.rank, peers=dead)
+        return error

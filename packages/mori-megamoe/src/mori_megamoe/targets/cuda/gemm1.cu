@@ -11,11 +11,12 @@
 // No wait traps: with a trap in it ptxas ignores setmaxnreg, and the sums are spilled. A wait that is late goes on.
 //
 // In files: tile.cuh (what is fixed, shared memory)   schedule.cuh (which item, arrivals)   loader.cuh   decode.cuh, mainloop.cuh,
-//           swiglu.cuh, epilogue.cuh, consumer.cuh (what a consumer does)   params.cuh (from the host)   weights.py (the weights' order)
+//           sums.cuh, swiglu.cuh, epilogue.cuh, consumer.cuh (what a consumer does)   params.cuh (from the host)   weights.py (the weights' order)
 // Where it stands: main loops and epilogue are those of a prototype tuned on an H200; in this form it compiles (without spills) and
 // has run on the CPU's emulation (tests/test_cuda_*.py), not yet on a GPU.
 // With WAIT, this is the fused Stage1: the first `send.blocks` CTAs send this rank's rows (send.cuh), then join.
 #include "consumer.cuh"
+#include "epilogue.cuh"
 #include "loader.cuh"
 #if WAIT != NEVER
 #include "send.cuh"
@@ -48,7 +49,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
 #endif
   } else {
     TAKE_REGISTERS(CONSUMER_REGISTERS);
-    consume_items(group - 1, shared, cta, maps, p);
+    consume_items(group - 1, shared, cta, p, [&](float(&sum)[2][TILE_ROWS / 2], const float(&gate)[2], const float(&up)[2], const Target& to,
+                                                 const Thread& t) { finish_item(sum, gate, up, to, t, shared, maps, p); });
   }
   cluster_sync();
 }

@@ -1,4 +1,4 @@
-"""Where the cuda target's Stage1 keeps what peers write, in bytes of a rank's part of the window. Pure
+"""Where the cuda target keeps what peers write, in bytes of a rank's part of the window. Pure
 integers, the same on every rank.
 
     told       u32 [source]                       the epoch whose counts of the source are here
@@ -10,6 +10,9 @@ integers, the same on every rank.
     weight     fp32 [capacity]                    the router's weight
     row_scale  u8 [capacity]                      body R: e8m0
     rows       [capacity][row_bytes]              operand rows: e4m3 (R) or bf16 (A)
+and, where a whole layer is made and not only Stage1,
+    returned   u32 [rank]                         the epoch whose weighted rows of the rank's experts are here
+    partials   [max_tokens * topk][partial_bytes] weighted rows that came back (arithmetic.partial_rows)
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from dataclasses import dataclass
 
 from mori_shmem.errors import UnsupportedShape
 
+from mori_megamoe import layout
+from mori_megamoe.problem import Problem
 from mori_megamoe.targets.cuda import limits
 
 _ALIGNMENT = 1024
@@ -25,7 +30,7 @@ _ALIGNMENT = 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Stage1, equal on all ranks."""
+    """Sizes of a Stage1, or of a layer, equal on all ranks."""
 
     world_size: int
     model_dim: int
@@ -36,6 +41,7 @@ class Shape:
     body: str
     tile_rows: int = 128
     capacity: int = 0  # rows of a rank's landing; 0: enough for any routing
+    partials: str = ""  # how weighted rows come back; "": Stage1 alone
 
     @property
     def experts(self) -> int:
@@ -46,6 +52,18 @@ class Shape:
     def pairs(self) -> int:
         """Items of a tile: 512 rows of weights each."""
         return self.inter_dim // 256
+
+    @property
+    def back_pairs(self) -> int:
+        """Items of a tile in GEMM2: 512 columns each, the last perhaps half empty."""
+        return -(-self.model_dim // 512)
+
+    @property
+    def partial_bytes(self) -> int:
+        """From one weighted row to the next: a multiple of 16, so that 16 bytes are stored at a time."""
+        if self.partials == "bf16":
+            return 2 * self.model_dim
+        return -(-(self.model_dim + self.model_dim // 32) // 16) * 16
 
     @property
     def row_bytes(self) -> int:
@@ -94,9 +112,10 @@ class Shape:
             )
         if not 1 <= self.topk <= 255:
             raise UnsupportedShape(f"topk={self.topk}: 1 to 255")
-        if self.max_tiles > limits.MAX_TILES or self.pairs > limits.MAX_PAIRS:
+        most_pairs = max(self.pairs, self.back_pairs)
+        if self.max_tiles > limits.MAX_TILES or most_pairs > limits.MAX_PAIRS:
             raise UnsupportedShape(
-                f"{self.max_tiles} tiles of {self.pairs} items: at most {limits.MAX_TILES}, "
+                f"{self.max_tiles} tiles of {most_pairs} items: at most {limits.MAX_TILES}, "
                 f"{limits.MAX_PAIRS}"
             )
 
@@ -112,9 +131,36 @@ def offsets_of(shape: Shape) -> tuple[dict[str, int], int]:
         "weight": rows * 4,
         "row_scale": rows,
         "rows": rows * shape.row_bytes,
+        "returned": 4 * world if shape.partials else 0,
+        "partials": shape.max_routes * shape.partial_bytes if shape.partials else 0,
     }
     offset, offsets = 0, {}
     for name, nbytes in sizes.items():
         offsets[name] = offset
         offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return offsets, offset
+
+
+@dataclass(frozen=True)
+class LayerLayout(layout.Layout):
+    """A whole layer's. The flags are words here (see the module), not those of the host target."""
+
+    shape: Shape
+
+
+def layout_for(problem: Problem, body: str) -> LayerLayout:
+    """Of a layer of these sizes: landing memory for whatever the router may choose."""
+    shape = Shape(
+        *(problem.num_ranks, problem.model_dim, problem.inter_dim, problem.num_experts, problem.topk),
+        max_tokens=problem.max_tokens,
+        body=body,
+        partials=problem.partial_format,
+    )
+    shape.check()
+    offsets, nbytes = offsets_of(shape)
+    ends = [*list(offsets.values())[1:], nbytes]
+    regions = {
+        name: layout.Region(offset, end - offset)
+        for (name, offset), end in zip(offsets.items(), ends, strict=True)
+    }
+    return LayerLayout(problem, regions, nbytes, shape)

@@ -14,6 +14,7 @@ MAX_TILES, MAX_PAIRS = 1 << 20, 1 << 12  # of an item: params.cuh
 # were slower.
 SEND_BLOCKS, SEND_THREADS = 16, 256
 DISPATCH_THREADS = 256  # a block, on all SMs: the baseline
+SMALL_THREADS, SMALL_BLOCKS = 256, 4  # a block, and blocks an SM: what only moves memory (not measured)
 
 
 def most_blocks(num_sms: int, sharing: int) -> int:

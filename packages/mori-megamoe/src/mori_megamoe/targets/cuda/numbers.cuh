@@ -56,3 +56,10 @@ DEVICE float min_nan(float a, float b) {
   return r;
 }
 DEVICE float not_a_number() { return __uint_as_float(0x7fc00000u); }
+
+// The scale of 32 values whose largest magnitude is given: the least power of two that brings it to 448 at most; 255, a NaN,
+// if it is infinite or NaN: then all their codes are NaN.
+DEVICE uint32_t rounded_up_scale(float largest) {
+  const uint32_t bits = __float_as_uint(__fmul_rn(largest, __uint_as_float(0x3B124925u)));  // just above 1 / 448
+  return min((bits >> 23) + ((bits & 0x7fffffu) != 0), 255u);
+}

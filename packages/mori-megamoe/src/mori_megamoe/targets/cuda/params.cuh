@@ -12,6 +12,7 @@
 #define WAIT_ROWS 0xD0002u    // rows of a source for an expert
 #define WAIT_TILE 0xD0003u    // any tile to become ready
 #define TOO_MANY_ROWS 0xD0004u
+#define WAIT_PARTIALS 0xD0005u  // weighted rows of a rank's experts for my tokens
 
 // Words of Tiles::counts
 #define NUM_ITEMS 0
@@ -76,6 +77,8 @@ struct Landing {           // where routed rows land, on every rank: [rows] of e
   uint64_t at_arrived;     // u32 [experts][world], see Arrivals
   uint64_t at_counts;      // u32 [2][world][world * experts]: rows of source s for each expert of all, by parity of the epoch
   uint64_t at_told;        // u32 [world]: epoch of source s whose counts are here
+  uint64_t at_returned;    // u32 [world]: epoch whose weighted rows of rank s's experts are here
+  uint64_t at_partials;    // [max_tokens * top_k] weighted rows for token * top_k + slot, `pitch` bytes apart
 };
 
 struct Unit {              // rows that a warp sends in one go: of one expert of one rank
@@ -114,6 +117,33 @@ struct PlanParams {
   unsigned* due;           // [experts][world]
   unsigned* order;         // [tokens * top_k]
   Unit* units;
+  Landing landing;
+  Fault* fault;
+  uint64_t timeout_ns;
+};
+
+struct HiddenParams {      // what comes before GEMM2
+  unsigned nbytes;
+  int pairs;               // of GEMM2: 512 columns each
+  Tiles tiles;             // GEMM1's
+  unsigned *counts, *items;  // GEMM2's
+};
+
+struct BackParams {        // where GEMM2's rows go
+  unsigned nbytes;
+  int world, rank, max_tokens, top_k, model_dim;
+  unsigned pitch;          // bytes from one weighted row to the next
+  Landing landing;
+};
+
+struct CombineParams {
+  unsigned nbytes;
+  int world, rank, num_experts, top_k, model_dim;
+  int tokens;              // of this call
+  unsigned pitch;
+  const int* ids;          // [tokens][top_k]
+  char* out;               // bf16 [tokens][model_dim]
+  const unsigned* counts;  // Tiles::counts
   Landing landing;
   Fault* fault;
   uint64_t timeout_ns;

@@ -12,7 +12,7 @@ from mori_megamoe.targets.cuda.limits import MAX_RANKS
 
 COUNT_WORDS = 8  # of Tiles::counts
 NUM_ITEMS, NUM_TILES, NUM_ROWS, NUM_UNITS, SEND_HEAD, TICKETS, EPOCH = range(7)
-WAIT_COUNTS, WAIT_ROWS, WAIT_TILE, TOO_MANY_ROWS = 0xD0001, 0xD0002, 0xD0003, 0xD0004
+WAIT_COUNTS, WAIT_ROWS, WAIT_TILE, TOO_MANY_ROWS, WAIT_PARTIALS = range(0xD0001, 0xD0006)
 UNIT_BYTES = 16
 PAIR_BIT = 20  # of an item
 
@@ -59,7 +59,7 @@ class Landing(ctypes.Structure):
             (name, c_uint64)
             for name in (
                 *("at_rows", "at_row_scale", "at_source", "at_weight"),
-                *("at_arrived", "at_counts", "at_told"),
+                *("at_arrived", "at_counts", "at_told", "at_returned", "at_partials"),
             )
         ],
     ]
@@ -96,6 +96,36 @@ class PlanParams(ctypes.Structure):
         ("ids", c_void_p),
         ("tiles", Tiles),
         *[(name, c_void_p) for name in ("due", "order", "units")],
+        ("landing", Landing),
+        ("fault", c_void_p),
+        ("timeout_ns", c_uint64),
+    ]
+
+
+class HiddenParams(ctypes.Structure):
+    _fields_ = [
+        ("nbytes", c_uint),
+        ("pairs", c_int),
+        ("tiles", Tiles),
+        *[(name, c_void_p) for name in ("counts", "items")],
+    ]
+
+
+class BackParams(ctypes.Structure):
+    _fields_ = [
+        ("nbytes", c_uint),
+        *[(name, c_int) for name in ("world", "rank", "max_tokens", "top_k", "model_dim")],
+        ("pitch", c_uint),
+        ("landing", Landing),
+    ]
+
+
+class CombineParams(ctypes.Structure):
+    _fields_ = [
+        ("nbytes", c_uint),
+        *[(name, c_int) for name in ("world", "rank", "num_experts", "top_k", "model_dim", "tokens")],
+        ("pitch", c_uint),
+        *[(name, c_void_p) for name in ("ids", "out", "counts")],
         ("landing", Landing),
         ("fault", c_void_p),
         ("timeout_ns", c_uint64),

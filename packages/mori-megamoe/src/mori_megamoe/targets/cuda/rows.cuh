@@ -15,12 +15,7 @@
 #define EXACT 0
 #define REBASED 1
 
-// The scale of 32 values whose largest magnitude is given: the least power of two that brings it to 448 at most; 255, a NaN,
-// if one of them is infinite or NaN: then all their codes are NaN.
-DEVICE uint32_t input_scale(float largest) {
-  const uint32_t bits = __float_as_uint(__fmul_rn(max_nan(largest, 1e-10f), __uint_as_float(0x3B124925u)));  // just above 1 / 448
-  return min((bits >> 23) + ((bits & 0x7fffffu) != 0), 255u);
-}
+DEVICE uint32_t input_scale(float largest) { return rounded_up_scale(max_nan(largest, 1e-10f)); }
 DEVICE float largest_of_block(float mine) {  // of the four lanes
   mine = max_nan(mine, __shfl_xor_sync(~0u, mine, 1));
   return max_nan(mine, __shfl_xor_sync(~0u, mine, 2));

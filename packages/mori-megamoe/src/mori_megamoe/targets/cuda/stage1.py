@@ -17,29 +17,25 @@ only.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import mori_shmem
 import torch
-from mori_shmem.errors import ArgumentError, ClosedError, LayoutError, MoriError, PeerDied, PeerTimeout
-from mori_shmem.jit import build, driver
-from mori_shmem.targets.fault_record import FIELDS
+from mori_shmem.errors import ArgumentError, ClosedError, LayoutError
 
 from mori_megamoe.targets.cuda import limits
-from mori_megamoe.targets.cuda.faults import error_of, is_ours
-from mori_megamoe.targets.cuda.gemm1 import THREADS, check_size, gemm1_function, maps_of, params_of
+from mori_megamoe.targets.cuda.faults import Faults
+from mori_megamoe.targets.cuda.gemm1 import params_of
+from mori_megamoe.targets.cuda.kernels import Kernels
 from mori_megamoe.targets.cuda.layout import Shape, offsets_of
 from mori_megamoe.targets.cuda.memory import Landed, Local, Place
-from mori_megamoe.targets.cuda.operand_rows import prepare_module, rows_params
-from mori_megamoe.targets.cuda.params import NUM_ROWS, PlanParams, RowsParams, SendParams
+from mori_megamoe.targets.cuda.operand_rows import rows_params
+from mori_megamoe.targets.cuda.params import NUM_ROWS, RowsParams
 from mori_megamoe.targets.cuda.tiles import TileArrays
-from mori_megamoe.targets.cuda.variants import dispatch_variant
 from mori_megamoe.targets.cuda.weights import prepare_weights
 
 MODES = ("signals", "queue", "baseline")
-_PLAN_THREADS, _PLAN_WARPS = 1024, 32
 Mark = Callable[[str], None]  # told the name of each phase behind its last operation
 
 
@@ -116,8 +112,7 @@ class Stage1:
         if any(other != given for other in comm.all_gather(given)):
             raise ArgumentError(f"the ranks make different Stage1s: {comm.all_gather(given)}, in rank order")
         self._closed = False
-        self._failed: MoriError | None = None
-        self._record = (ctypes.c_uint32 * len(FIELDS)).from_address(comm.core.record.address)
+        self._faults = Faults(comm)
         with torch.cuda.device(comm.device):
             self._make(swiglu_limit, send_blocks)
         comm.barrier()  # nobody's first counts may come before everybody's window is there
@@ -142,30 +137,27 @@ class Stage1:
             *(buffers.out, buffers.scales, buffers.shuffled_scales),
             *(place.landed.source, place.landed.weight, place.local.tiles),
         )
-        grid = limits.most_blocks(*_share_of(comm))
-        self._plan, self._send = (
-            place.plan(),
-            place.send(min(send_blocks, grid) // 2 * 2 or 2, limits.SEND_THREADS),
-        )
-        self._rows = RowsParams(nbytes=ctypes.sizeof(RowsParams))
-        device = comm.device.index or 0
+        kernels = Kernels(comm, shape)
+        grid = kernels.blocks
+        self._plan, self._rows = place.plan(), RowsParams(nbytes=ctypes.sizeof(RowsParams))
         self._prepare = {
-            quantised: _prepare_launch(device, shape, quantised, grid, self._plan, self._rows)
-            for quantised in (False, True)
+            quantised: kernels.launch(f"prepare-{kind}", grid, [self._plan, self._rows])
+            for quantised, kind in ((False, "bf16"), (True, "codes"))
         }
-        maps = maps_of(shape.body, buffers, shape.tile_rows)
         self._kept = (buffers, self.weights)
-        wait = "never" if self.mode == "baseline" else self.mode
-        arrivals = None if wait == "never" else place.arrivals()
-        params = params_of(self.weights, buffers, place.local.tiles, limit=limit, arrivals=arrivals)
-        function = gemm1_function(device, shape.body, shape.tile_rows, wait)
-        if wait == "never":
-            self._send.blocks, self._send.threads = grid, limits.DISPATCH_THREADS
-            dispatch = _dispatch_function(device)
-            self._moves = driver.PreparedLaunch(dispatch, grid, limits.DISPATCH_THREADS, [self._send])
-            self._gemm = driver.PreparedLaunch(function, grid, THREADS, [maps, params])
+        is_baseline = self.mode == "baseline"
+        arrivals = None if is_baseline else place.arrivals()
+        gemm = [
+            kernels.maps(buffers),
+            params_of(self.weights, buffers, place.local.tiles, limit=limit, arrivals=arrivals),
+        ]
+        if is_baseline:
+            self._send = place.send(grid, limits.DISPATCH_THREADS)
+            self._moves = kernels.launch("dispatch", grid, [self._send])
+            self._gemm = kernels.launch("gemm1", grid, gemm)
         else:
-            self._gemm = driver.PreparedLaunch(function, grid, THREADS, [maps, params, self._send])
+            self._send = place.send(min(send_blocks, grid) // 2 * 2 or 2, limits.SEND_THREADS)
+            self._gemm = kernels.launch(f"stage1-{self.mode}", grid, [*gemm, self._send])
 
     # ---- calls ----
 
@@ -226,24 +218,7 @@ class Stage1:
     def raise_faults(self) -> None:
         """What a kernel of an earlier call has left; from then on in every call, since ranks find out at
         different ones."""
-        if self._record[0] == 1 and self._failed is None:
-            found = dict(zip(FIELDS, self._record, strict=True))
-            if not is_ours(found):
-                self.comm.check()
-                return
-            self._record[0] = 0
-            self._failed = self._named(error_of(found, self.comm.timeout_s))
-        if self._failed is not None:
-            raise self._failed
-
-    def _named(self, error: MoriError) -> MoriError:
-        """A rank that is late because it has died is said to have."""
-        if isinstance(error, PeerTimeout):
-            states = self.comm.core.peer_states()
-            dead = [rank for rank in error.peers if states[rank] == "dead"]
-            if dead:
-                return PeerDied(f"rank {dead[0]} has died. {error}", rank=error.rank, peers=dead)
-        return error
+        self._faults.raise_found()
 
     def close(self) -> None:
         """Give the window back. Local; twice is fine. Calls under way still end."""
@@ -256,25 +231,3 @@ class Stage1:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _share_of(comm: mori_shmem.Communicator) -> tuple[int, int]:
-    """SMs of this rank's GPU, and how many ranks use it."""
-    properties = torch.cuda.get_device_properties(comm.device)
-    return properties.multi_processor_count, comm.all_gather(str(properties.uuid)).count(str(properties.uuid))
-
-
-def _prepare_launch(
-    device: int, shape: Shape, quantised: bool, grid: int, plan: PlanParams, rows: RowsParams
-) -> driver.PreparedLaunch:
-    module = prepare_module(device, shape.body, quantised)
-    check_size(module, "plan_params_bytes", PlanParams)
-    shared = module.constant("plan_memory_bytes") + 4 * _PLAN_WARPS * shape.num_experts
-    return driver.PreparedLaunch(module.function("prepare", shared), grid, _PLAN_THREADS, [plan, rows])
-
-
-@functools.cache
-def _dispatch_function(device: int) -> driver.Function:
-    module = driver.Module(build(dispatch_variant()))
-    check_size(module, "send_params_bytes", SendParams)
-    return module.function("dispatch")

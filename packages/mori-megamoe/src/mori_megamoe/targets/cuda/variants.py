@@ -1,4 +1,5 @@
-"""The compiled variants: a GEMM for each body, tile and way to wait; what prepares and sends for each body.
+"""The compiled variants: GEMM1 for each body, tile and way to wait; GEMM2 for each body, tile and form of
+what it sends back; what comes before, between and after them.
 
     python -m mori_shmem.jit --cache-dir DIR mori_megamoe.targets.cuda.variants --report
 
@@ -18,6 +19,7 @@ from mori_megamoe.targets.cuda import limits
 ARCH = "sm_90a"
 PACKAGE = "mori-megamoe"
 BODIES = {"A": 0, "R": 1}
+PARTIALS = {"bf16": 0, "fp8_blockwise_1x32": 1}
 WAITS = {"never": 0, "signals": 1, "queue": 2}
 
 
@@ -42,6 +44,20 @@ def dispatch_variant() -> Variant:
     return Variant(PACKAGE, _source("dispatch.cu"), (), ARCH)
 
 
+def hidden_variant(body: str) -> Variant:
+    """What comes before GEMM2."""
+    return Variant(PACKAGE, _source("hidden.cu"), (f"-DBODY={BODIES[body]}",), ARCH)
+
+
+def gemm2_variant(body: str, tile_rows: int, partials: str) -> Variant:
+    flags = (f"-DBODY={BODIES[body]}", f"-DTILE_ROWS={tile_rows}", f"-DPARTIALS={PARTIALS[partials]}")
+    return Variant(PACKAGE, _source("gemm2.cu"), flags, ARCH)
+
+
+def combine_variant(partials: str) -> Variant:
+    return Variant(PACKAGE, _source("combine.cu"), (f"-DPARTIALS={PARTIALS[partials]}",), ARCH)
+
+
 def _all() -> Iterator[tuple[str, Variant]]:
     for body in BODIES:
         for tile_rows in limits.TILE_ROWS:
@@ -51,7 +67,13 @@ def _all() -> Iterator[tuple[str, Variant]]:
         for quantised in (False, True):
             name = f"prepare-{body}-{'codes' if quantised else 'bf16'}"
             yield name, prepare_variant(body, quantised=quantised)
+        for partials in PARTIALS:
+            for tile_rows in limits.TILE_ROWS:
+                yield f"gemm2-{body}-{tile_rows}-{partials}", gemm2_variant(body, tile_rows, partials)
+        yield f"hidden-{body}", hidden_variant(body)
     yield "dispatch", dispatch_variant()
+    for partials in PARTIALS:
+        yield f"combine-{partials}", combine_variant(partials)
 
 
 VARIANTS = tuple(_all())

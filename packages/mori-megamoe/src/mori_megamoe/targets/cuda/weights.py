@@ -1,4 +1,4 @@
-"""w1 in the order in which the kernel reads it, made once when a layer's weights are loaded. torch
+"""w1 and w2 in the order in which the kernels read them, made once when a layer's weights are loaded. torch
 operations, on any device; 48 experts of 6144 x 7168 keep their 1.06 GB (and 66 MB of deltas, as large as the
 scales they replace).
 
@@ -13,6 +13,10 @@ Output 128 block + 64 wg + 16 warp + 2 g + fragment has its gate and its up in t
 weights has one power of two, `base`; a block's delta says how far its scale is above. Blocks of zeros have
 any scale: they take no part. A body holds deltas up to MAX_DELTA; rows with a wider span are refused, never
 rounded.
+
+w2 [D, I] is w1's form with other names: its rows stand in the caller's bytes 16 and 16, as gate and up do, so
+what is said here of output o with gate and up is said there of columns 32 (o / 16) + o % 16 and 16 further
+on. An item is two blocks, so an odd number of them is filled up with one of zeros.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ _NAN_SCALE = 255
 
 @dataclass(frozen=True)
 class PreparedWeights:
-    """One rank's w1 for one body."""
+    """One rank's w1, or w2, for one body. Of w2: D for 2 I, rounded up to 512, and I for D."""
 
     body: str
     codes: torch.Tensor  # uint8 [experts, 2 I / 256, D / 128, WEIGHT_BYTES]
@@ -67,12 +71,40 @@ def prepare_weights(
     )
     base = torch.empty(experts, 2 * inter_dim, dtype=torch.float32, device=w1.device)
     for expert in range(experts):
-        _prepare(expert, codes[expert], scales[expert], model_dim, body, out[expert], base[expert])
+        _prepare(
+            f"w1 of expert {expert}",
+            codes[expert],
+            scales[expert],
+            model_dim,
+            body,
+            out[expert],
+            base[expert],
+        )
+    return PreparedWeights(body, out, base)
+
+
+def prepare_back_weights(
+    w2: torch.Tensor, w2_scale: torch.Tensor, *, model_dim: int, inter_dim: int, body: str
+) -> PreparedWeights:
+    """The same of w2, for GEMM2."""
+    experts, blocks = w2.shape[0], -(-model_dim // (2 * BLOCK_ROWS)) * 2
+    codes = w2.reshape(experts, -1).view(torch.uint8)
+    scales = w2_scale.reshape(experts, -1).view(torch.uint8)
+    sizes = (experts, blocks, inter_dim // BLOCK_K, WEIGHT_BYTES)
+    out = torch.zeros(sizes, dtype=torch.uint8, device=w2.device)
+    base = torch.zeros(experts, blocks * BLOCK_ROWS, dtype=torch.float32, device=w2.device)
+    real = model_dim // BLOCK_ROWS
+    for expert in range(experts):
+        _prepare(
+            f"w2 of expert {expert}",
+            *(codes[expert], scales[expert], inter_dim, body),
+            *(out[expert, :real], base[expert, :model_dim]),
+        )
     return PreparedWeights(body, out, base)
 
 
 def _prepare(
-    expert: int,
+    name: str,
     stored: torch.Tensor,
     scales: torch.Tensor,
     model_dim: int,
@@ -82,7 +114,7 @@ def _prepare(
 ) -> None:
     by_row = _codes(stored, model_dim)
     lowest, deltas = _deltas(by_row, _scales(scales, model_dim))
-    _check(expert, lowest, deltas, body)
+    _check(name, lowest, deltas, body)
     words = _words_r(by_row) if body == "R" else _words_a(by_row)
     blocks, steps = out.shape[:2]
     # words: [block, wg, warp, gate/up, K block, half, step, g, fragment, c]
@@ -124,31 +156,34 @@ def _widest(stored: torch.Tensor, scales: torch.Tensor, model_dim: int) -> int:
     return int(_deltas(_codes(stored, model_dim), _scales(scales, model_dim))[1].max())
 
 
-def _check(expert: int, lowest: torch.Tensor, deltas: torch.Tensor, body: str) -> None:
+def _check(name: str, lowest: torch.Tensor, deltas: torch.Tensor, body: str) -> None:
     most, highest = limits.MAX_DELTA[body], 254 - _UNIT[body]
     widest, top = int(deltas.max()), int((lowest + deltas).max())
     if top == _NAN_SCALE:
-        raise UnsupportedShape(f"w1_scale of expert {expert} holds 255, which stands for NaN")
+        raise UnsupportedShape(f"a scale of {name} is 255, which stands for NaN")
     if widest > most:
-        row = _output_of(int(deltas.amax((4, 5)).argmax()))
+        row = _row_of(name, int(deltas.amax((4, 5)).argmax()))
         other = "body='A' holds 2^17" if body == "R" else "no body of the cuda target holds them"
         raise UnsupportedShape(
-            f"w1 of expert {expert}: the scales of the {row} are 2^{widest} apart, body {body} holds "
+            f"{name}: the scales of the {row} are 2^{widest} apart, body {body} holds "
             f"2^{most} exactly; {other}"
         )
     if int(lowest.max()) > highest:
         raise UnsupportedShape(
-            f"w1_scale of expert {expert} has a row whose lowest scale is 2^{int(lowest.max()) - 127}: "
+            f"{name} has a row whose lowest scale is 2^{int(lowest.max()) - 127}: "
             f"at most 2^{highest - 127} with body {body}"
         )
 
 
-def _output_of(index: int) -> str:
+def _row_of(name: str, index: int) -> str:
     """The row at a place in [block, wg, warp, gate/up, g, fragment]."""
     index, fragment = divmod(index, 2)
     index, g = divmod(index, 8)
     index, up = divmod(index, 2)
-    return f"{'up' if up else 'gate'} row {index * 16 + 2 * g + fragment}"
+    row = 2 * g + fragment
+    if name.startswith("w2"):
+        return f"row {index * 32 + 16 * up + row}"
+    return f"{'up' if up else 'gate'} row {index * 16 + row}"
 
 
 def _words_r(codes: torch.Tensor) -> torch.Tensor:

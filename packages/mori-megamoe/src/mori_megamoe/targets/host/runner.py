@@ -34,7 +34,8 @@ from mori_shmem.settings import Snapshot
 from mori_megamoe import arithmetic, mx, plan, routing, weights
 from mori_megamoe.config import bucket_for
 from mori_megamoe.launch import Call, Launch
-from mori_megamoe.layout import Layout
+from mori_megamoe.layout import Layout, layout_for
+from mori_megamoe.problem import Problem
 from mori_megamoe.reference import valid_slots
 from mori_megamoe.routing import Pair
 from mori_megamoe.settings import PAIRS, POISON
@@ -82,6 +83,10 @@ class Runner:
         self._partials = [self._view("partials", p, partials, torch.uint8) for p in ranks]
         output = (problem.max_tokens, problem.model_dim)
         self._output = self._view("output", comm.rank, output, torch.bfloat16)
+
+    @staticmethod
+    def layout_for(problem: Problem, values: Snapshot) -> Layout:
+        return layout_for(problem)
 
     def _view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.window.peer(rank).tensor(shape, dtype, self.layout[name].offset_bytes)
