@@ -243,8 +243,8 @@ def test_what_the_cuda_target_refuses(emulated: None, monkeypatch: pytest.Monkey
 
     def rank(comm: Any) -> None:
         with layer_of(comm, stored) as moe:
-            with pytest.raises(UnsupportedShape, match="fuse_quant=True, puts='one': on the cuda target"):
-                MegaMoEStage1Sdma(moe, fuse_quant=True, puts="one")
+            with pytest.raises(UnsupportedShape, match="fuse_quant=True, puts='one', workers=3: on the cuda"):
+                MegaMoEStage1Sdma(moe, fuse_quant=True, puts="one", workers=3)
             monkeypatch.setattr(EmulatedKernels, "is_capturing", True)
             with pytest.raises(MoriError, match="captured with weights that no call has had"):
                 moe(x, weights, ids)

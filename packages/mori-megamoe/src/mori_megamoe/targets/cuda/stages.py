@@ -8,6 +8,7 @@ CopyEngines    what MegaMoEStage1Sdma puts in: one kernel, some of whose blocks 
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import cast
 
 from mori_shmem.errors import UnsupportedShape
@@ -40,11 +41,8 @@ class CopyEngines(DirectStores):
     """Both in one kernel. `move_rows` and `gemm1`, to be timed alone, are the baseline's."""
 
     def __init__(self, options: Options) -> None:
-        refused = [
-            f"{name}={getattr(options, name)!r}"
-            for name in ("scale_mode", "fuse_quant", "gemm1", "puts", "merge_rows")
-            if getattr(options, name) != getattr(Options(), name)
-        ]
+        usual, given = asdict(Options()), asdict(options)
+        refused = [f"{k}={v!r}" for k, v in given.items() if k != "order" and v != usual[k]]
         if refused:
             raise UnsupportedShape(
                 f"{', '.join(refused)}: on the cuda target rows are quantised once, scaled and sent by the "
