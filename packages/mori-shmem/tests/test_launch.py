@@ -209,6 +209,12 @@ def test_world_size_is_checked(world_size: int) -> None:
         mori_shmem.run_ranks(my_rank, world_size)
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), 1e12, "3", True])
+def test_a_limit_is_checked(timeout_s: float) -> None:
+    with pytest.raises(ArgumentError, match=r"timeout_s"):
+        mori_shmem.run_ranks(my_rank, 1, timeout_s=timeout_s)
+
+
 def test_scripts_need_no_guard_and_the_prompt_works_too() -> None:
     """A script without `if __name__ == "__main__"` whose main module must not run again, then typed-in
     lines."""
@@ -341,3 +347,14 @@ def test_ranks_are_not_forked_from_a_process_with_other_threads() -> None:
     assert "other threads (watcher)" in refusal, done
     assert "join them first" in refusal
     assert values == "[6, 6]"
+
+
+def test_a_module_that_exits_is_left_to_the_ranks(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mori_test_exits.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    preload("mori_test_exits")
+    assert mori_shmem.run_ranks(my_rank, 2) == [0, 1]
+    with pytest.raises(ArgumentError, match=r"preload\(7\): names of modules"):
+        preload(7)  # type: ignore[arg-type]

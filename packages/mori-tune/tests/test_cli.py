@@ -209,6 +209,18 @@ def test_small_pieces_of_the_report() -> None:
     assert table([["a", "b"], ["long", "1"]]).splitlines() == ["a     b", "----  -", "long  1"]
 
 
+def test_a_place_where_nothing_can_be_written_is_refused_before_the_sweep(cli: Cli) -> None:
+    done = cli("run", *TOY, "--save", "/proc/nope/x.json")
+    assert done.returncode == 2
+    assert "--save /proc/nope/x.json: nothing can be written in /proc/nope" in done.stderr
+    assert "problem" not in done.stderr, "nothing was launched"
+
+
+def test_rules_of_a_file_that_is_not_there_are_not_none(cli: Cli) -> None:
+    done = cli("show", *TOY, "--file", "nofile.json")
+    assert (done.returncode, done.stderr.count("nofile.json: no such file or folder")) == (2, 1)
+
+
 @pytest.mark.parametrize("spoil", ["file in the way", "duplicate rules", "json folder"])
 def test_what_cannot_be_written_is_refused_before_the_sweep(cli: Cli, tmp_path: Path, spoil: str) -> None:
     """Not after hours of measuring."""

@@ -105,6 +105,10 @@ void bind_device(py::module_& m) {
   m.def(
       "rocm_set_device", [](int ordinal) { rocm::check_hip(rocm::hip().hipSetDevice(ordinal), "hipSetDevice"); },
       py::arg("ordinal"));
+  m.def("rocm_take_error", [] {
+    const int code = rocm::hip().hipGetLastError();
+    return code == rocm::kHipSuccess ? std::string() : std::string(rocm::hip().hipGetErrorString(code));
+  });
   py::class_<Device, DevicePtr>(m, "RocmDevice")
       .def(py::init<int>(), py::arg("ordinal"), NoGil())
       .def_readonly("ordinal", &Device::ordinal)

@@ -22,6 +22,7 @@ from mori_shmem.launch.messages import Job, Raised, Report, Returned, Stopped, T
 from mori_shmem.launch.pickling import dumps_for_ranks, loads
 from mori_shmem.variables import SOCKET_IFNAME, TABLE
 
+LONGEST_S = 1e8  # three years: what clocks of the kernel take
 _GOODBYE_S = 5.0  # the supervisor needs at most two seconds
 _BOOT = "import sys; sys.path[:] = {path}; from mori_shmem.launch.server import serve; serve({fd}, {modules})"
 
@@ -49,8 +50,11 @@ def run_job(
     """Run the job to its end; the outcomes in the order in which they came in, values in rank order last."""
     if not callable(fn):
         raise ArgumentError(f"fn={fn!r} cannot be called")
-    if timeout_s is not None and not timeout_s > 0:
-        raise ArgumentError(f"timeout_s={timeout_s!r}: a number of seconds above 0, or None for no limit")
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and 0 < timeout_s <= LONGEST_S):
+        raise ArgumentError(
+            f"timeout_s={timeout_s!r}: seconds above 0, at most {LONGEST_S:g}, or None for no limit"
+        )
     if from_here:
         _check_one_thread()
     job = Job(
@@ -263,7 +267,11 @@ class _Server:
 
 def preload(*names: str) -> None:
     """Have these modules imported in the process that ranks are forked from, once, as torch is. They must
-    not start threads. What cannot be imported there is left to the rank that needs it."""
+    not start threads. What cannot be imported there is left to the rank that needs it. A process that is
+    running for ranks already is replaced, once the runs under way have ended."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentError(f"preload({name!r}): names of modules are needed, as in preload('pytest')")
     _server.preload(names)
 
 

@@ -50,7 +50,7 @@ def _preload(modules: Sequence[str]) -> None:
         with contextlib.suppress(Exception):  # a broken native part is for the rank that needs it to report
             import mori_shmem.comm  # noqa: F401
         for name in modules:
-            with contextlib.suppress(Exception):  # likewise
+            with contextlib.suppress(BaseException):  # likewise, and for what a module exits with
                 importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would touch, and so copy, every page

@@ -29,6 +29,8 @@ def show(options: argparse.Namespace) -> int:
     if options.op is None:
         raise TuneError("show: wanted --op NAME, or --settings")
     tunable = load(options.op)
+    if options.file is not None and not Path(options.file).exists():
+        raise RulesError(f"{options.file}: no such file or folder")
     book = book_of(tunable, options.file)
     for layer in book.layers:
         print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
     target = save_target(options, using)
     refuse_quick_save(how.scope, target)
     check_writable(options.json, options.trace)
+    check_can_save(target)
     watcher = report.Progress(verbose=options.verbose or using["MORI_EP_TUNING_VERBOSE"])
     tunable = load(options.op)
     prepare(tunable, options)
@@ -73,6 +75,22 @@ def check_writable(*paths: str | None) -> None:
         if path is not None:
             with open(path, "a"):
                 pass
+
+
+def check_can_save(target: Path | None) -> None:
+    """Likewise. A folder that is missing is made."""
+    if target is None:
+        return
+    folder = target.parent if target.suffix else target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SaveRefused(
+            f"--save {target}: nothing can be written in {folder} ({error.strerror}): name another folder "
+            "or file"
+        ) from error
 
 
 @dataclass

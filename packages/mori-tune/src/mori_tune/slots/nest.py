@@ -29,7 +29,7 @@ from mori_tune.tunable import Place, Preloads, load
 
 def import_once(op: str) -> None:
     """Once for all ranks; the pages are shared."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(BaseException):
         tunable = load(op)
         if isinstance(tunable, Preloads):
             for name in tunable.preload:

@@ -13,7 +13,7 @@
 
 A kernel is traced once, also where nothing is left to compile: FlyDSL's cache has the machine code, but is
 asked with what was traced, which takes 30 to 300 ms. The first launch makes a handle of what `compile` has
-found; later ones bind no signature and look nothing up.
+found, and is where a kernel that cannot be loaded is told; later ones bind no signature and look nothing up.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator"
@@ -21,6 +21,9 @@ from typing import Any
 
 import flydsl.compiler as flyc
 import flydsl.expr as fx
+from mori_shmem import descriptors
+from mori_shmem.core import native
+from mori_shmem.errors import MoriError
 
 
 def filled(struct: Any, *values: int) -> Any:
@@ -37,6 +40,7 @@ class Kernel:
             body(args, blocks).launch(grid=(blocks, 1, 1), block=(threads, 1, 1), stream=stream)
 
         self._launcher = launch
+        self._name = getattr(body, "__name__", None) or arguments.__name__
         self._compiled = ""  # FlyDSL's name for what it has compiled
         self._handle: Any = None
 
@@ -52,5 +56,17 @@ class Kernel:
             self.compile(args, blocks)
             bound = self._launcher._sig.bind(args, blocks, stream)
             # What flyc.compile returns, without tracing anew: it would launch before its caller has a handle.
-            self._handle = self._launcher._make_compiled_function(self._compiled, bound, None)
-        self._handle(args, blocks, stream)
+            handle = self._launcher._make_compiled_function(self._compiled, bound, None)
+            native.rocm_take_error()  # of somebody else
+            handle(args, blocks, stream)  # loads it; FlyDSL prints what fails, and goes on
+            self._raise_if_failed(native.rocm_take_error())
+            self._handle = handle
+        else:
+            self._handle(args, blocks, stream)
+
+    def _raise_if_failed(self, error: str) -> None:
+        if not error:
+            return
+        if descriptors.shortage() is not None:
+            raise descriptors.limit_error(f"loading kernel {self._name}", "no file descriptor was left")
+        raise MoriError(f"kernel {self._name} could not be loaded or launched: {error}")
