@@ -78,13 +78,13 @@ def check_writable(*paths: str | None) -> None:
 
 
 def check_can_save(target: Path | None) -> None:
-    """Likewise. A folder that is missing is made."""
+    """Likewise. A folder that is missing is not made yet."""
     if target is None:
         return
-    folder = target.parent if target.suffix else target
+    folder = (target.parent if target.suffix else target).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise SaveRefused(
