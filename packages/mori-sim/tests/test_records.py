@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from test_coherence import (
+from coherence_programs import (
     ONLY_LANE_0,
     SEEDS,
     bench,
@@ -14,7 +14,7 @@ from test_coherence import (
     rules,
     two_workgroups,
 )
-from test_coherence import program as steps_of
+from coherence_programs import program as steps_of
 
 RIGHT = (
     "memory_that_was_a_queue",

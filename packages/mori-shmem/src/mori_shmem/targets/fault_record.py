@@ -5,6 +5,8 @@ look at it is a load and no copy. The first wait that fails owns it (compare-and
 fills it in, and publishes it with code 1; waits that come later see a code that is not 0 and end at once,
 so that a kernel whose call has failed is not held up once per flag. Taking the record clears it.
 
+An op's kernels write numbers of the op's own into `what`, and the op has words for them: `CallFaults`.
+
 The host may end the kernels' waits as well: `abandon`, when a rank has died. They see a code that is not 0
 and write nothing; the record stays so, since that rank does not come back.
 """
@@ -12,14 +14,17 @@ and write nothing; the record stays so, since that rank does not come back.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mori_shmem.core import CoreError, core_error
 from mori_shmem.device import queue_words
+from mori_shmem.errors import MoriError, PeerDied, PeerTimeout
 
 if TYPE_CHECKING:
     import torch
+
+    from mori_shmem.comm import Communicator
 
 FIELDS = queue_words.RECORD_FIELDS
 BARRIER = 0xB0000
@@ -63,3 +68,56 @@ class FaultRecord:
             wanted=found["wanted"],
             block=found["block"],
         )
+
+
+class CallFaults:
+    """What an op's kernels left in the communicator's record, as the op's calls see it: a load, where nothing
+    has happened.
+
+    ours      `what` of the op's own records, but for the last byte
+    error_of  (fields of a record, the deadline in seconds) -> the error that it stands for
+    """
+
+    def __init__(
+        self, comm: Communicator, ours: int, error_of: Callable[[Mapping[str, int], float], MoriError]
+    ) -> None:
+        self._comm, self._ours, self._error_of = comm, ours, error_of
+        self._words = (ctypes.c_uint32 * len(FIELDS)).from_address(comm.core.record.address)
+        self._first = ctypes.c_uint32.from_address(comm.core.record.address)
+        self._failed: MoriError | None = None
+
+    def check(self) -> None:
+        """Raise what a kernel of an earlier call has left, from then on in every call: ranks find out at
+        different calls, so that those after it do not belong together."""
+        if self.found():
+            self._raise()
+
+    def found(self) -> bool:
+        """Whether there is anything to raise."""
+        return self._first.value != 0 or self._failed is not None
+
+    def forgive(self) -> None:
+        """Go on: whoever was late is masked now."""
+        self._failed = None
+
+    def _raise(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        found = dict(zip(FIELDS, self._words, strict=True))
+        if found["what"] & ~0xFF != self._ours:
+            self._comm.check()
+            return
+        if found["code"] != _PUBLISHED:
+            return  # being written
+        self._words[0] = 0
+        self._failed = self._named(self._error_of(found, self._comm.timeout_s))
+        raise self._failed
+
+    def _named(self, error: MoriError) -> MoriError:
+        """A rank that is late because it has died is said to have."""
+        if isinstance(error, PeerTimeout):
+            states = self._comm.core.peer_states()
+            dead = [rank for rank in error.peers if states[rank] == "dead"]
+            if dead:
+                return PeerDied(f"rank {dead[0]} has died. {error}", rank=error.rank, peers=dead)
+        return error

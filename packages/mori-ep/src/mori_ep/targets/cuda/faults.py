@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Mapping
 
-import mori_shmem
 from mori_shmem.errors import (
     ArgumentError,
     CollectiveMismatch,
     MoriError,
-    PeerDied,
     PeerTimeout,
     UnsupportedShape,
 )
-from mori_shmem.targets.fault_record import FIELDS
 
-_OURS = 0xE0000
+OURS = 0xE0000
 _OVERFLOW, _DIFFERENT_CALL, _TOO_FEW_ROWS = 0xE0009, 0xE000A, 0xE000B
 _WAITS = {  # WAIT_* of protocol.cuh
     0xE0001: "the header of a dispatch",
@@ -29,53 +26,7 @@ _WAITS = {  # WAIT_* of protocol.cuh
 }
 
 
-class Faults:
-    """The communicator's record, looked at in each call: a load, where nothing has happened."""
-
-    def __init__(self, comm: mori_shmem.Communicator) -> None:
-        self._comm = comm
-        self._words = (ctypes.c_uint32 * len(FIELDS)).from_address(comm.core.record.address)
-        self._first = ctypes.c_uint32.from_address(comm.core.record.address)
-        self._failed: MoriError | None = None
-
-    def check(self) -> None:
-        """Raise what a kernel of an earlier call has left, from then on in every call: ranks find out at
-        different calls, so that those after it do not belong together."""
-        if self.found():
-            self._raise()
-
-    def found(self) -> bool:
-        """Whether there is anything to raise."""
-        return self._first.value != 0 or self._failed is not None
-
-    def forgive(self) -> None:
-        """Go on: whoever was late is masked now."""
-        self._failed = None
-
-    def _raise(self) -> None:
-        if self._failed is not None:
-            raise self._failed
-        found = dict(zip(FIELDS, self._words, strict=True))
-        if found["what"] & ~0xFF != _OURS:
-            self._comm.check()
-            return
-        if found["code"] != 1:
-            return  # being written
-        self._words[0] = 0
-        self._failed = self._named(error_of(found, self._comm.timeout_s))
-        raise self._failed
-
-    def _named(self, error: MoriError) -> MoriError:
-        """A rank that is late because it has died is said to have."""
-        if isinstance(error, PeerTimeout):
-            states = self._comm.core.peer_states()
-            dead = [rank for rank in error.peers if states[rank] == "dead"]
-            if dead:
-                return PeerDied(f"rank {dead[0]} has died. {error}", rank=error.rank, peers=dead)
-        return error
-
-
-def error_of(found: dict[str, int], timeout_s: float) -> MoriError:
+def error_of(found: Mapping[str, int], timeout_s: float) -> MoriError:
     """The error that a record stands for."""
     rank, peer, seen, wanted = (found[name] for name in ("rank", "peer", "seen", "wanted"))
     if found["what"] == _OVERFLOW:

@@ -15,14 +15,15 @@ import torch
 from mori_shmem.errors import ArgumentError, MoriError, PeerError
 from mori_shmem.jit import driver
 from mori_shmem.settings import Snapshot
+from mori_shmem.targets.fault_record import CallFaults
 
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_ep.plan import Geometry, Plan
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import FP8_COMBINE_SCALE_DIM
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
+from mori_ep.targets.cuda import faults
 from mori_ep.targets.cuda.experts import ExpertRows
-from mori_ep.targets.cuda.faults import Faults
 from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch, Maps
 from mori_ep.targets.cuda.layout import Layout
 from mori_ep.targets.cuda.params import BOTH, GAVE_UP, META_MINE, META_SENT, META_WORDS, SEND
@@ -66,7 +67,7 @@ class Runner:
             config.hidden_dim // scales if scales else _BLOCK_VALUES,
             plan.few,
         )
-        self._faults = Faults(comm)
+        self._faults = CallFaults(comm, faults.OURS, faults.error_of)
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice
         self._in_halves = config.kernel_type is EpDispatchCombineKernelType.AsyncLL

@@ -11,13 +11,10 @@ compared byte for byte, before and after.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import mori_shmem
@@ -25,7 +22,17 @@ import torch
 
 from mori_megamoe import MegaMoE, MegaMoEStage1Sdma, mx
 from mori_megamoe.targets.cuda.bench import LIMIT, SHAPES, TOPK
-from mori_megamoe.targets.cuda.bench_stage1 import Phases, inputs_of, slowest
+from mori_megamoe.targets.cuda.bench_ranks import (
+    Found,
+    Options,
+    Phases,
+    in_turns,
+    inputs_of,
+    result_line,
+    run,
+    slowest,
+    title,
+)
 from mori_megamoe.weights import LogicalWeights, StoredWeights, shuffle_weights
 
 WAYS: dict[str, dict[str, Any] | None] = {
@@ -33,18 +40,6 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "fused": {},
     "fused, ready first": {"order": "ready-first"},
 }
-_WARMUP = 3
-
-
-@dataclass(frozen=True)
-class Options:
-    """What all ranks are told."""
-
-    shape: str
-    body: str
-    tokens: Sequence[int]
-    experts_per_rank: int
-    reps: int
 
 
 class Events:
@@ -126,7 +121,7 @@ def weights_of(comm: mori_shmem.Communicator, experts: int, inter_dim: int, mode
     return StoredWeights(*[part[which].contiguous() for part in two])
 
 
-def bench_rank(options: Options) -> list[dict[str, list[Phases]]]:
+def bench_rank(options: Options) -> list[Found]:
     """One rank: by number of tokens, by way, the phases of all repetitions. Raises where bytes differ."""
     os.environ["MORI_MEGAMOE_BODY"] = options.body  # of this rank's process
     model_dim, inter_dim, _ = SHAPES[options.shape]
@@ -155,7 +150,7 @@ def bench_rank(options: Options) -> list[dict[str, list[Phases]]]:
             ways = {way: Way(layers[way], WAYS[way], inputs) for way in WAYS}
             wanted = ways["direct"].output
             check(ways, wanted)
-            found.append(measure(ways, options.reps))
+            found.append(in_turns(cases_of(ways), options.reps))
             check(ways, wanted)
             comm.barrier()
             for moe in layers.values():
@@ -172,73 +167,31 @@ def check(ways: dict[str, Way], wanted: torch.Tensor) -> None:
         raise AssertionError(f"other bytes than by direct stores: {', '.join(differing)}")
 
 
-def measure(ways: dict[str, Way], reps: int) -> dict[str, list[Phases]]:
+def cases_of(ways: dict[str, Way]) -> dict[str, Callable[[], Phases]]:
     cases: dict[str, Callable[[], Phases]] = {}
     for name, way in ways.items():
         cases[name], cases[f"{name}, graph"] = way.eager, way.replayed
-    found: dict[str, list[Phases]] = {name: [] for name in cases}
-    for repetition in range(_WARMUP + reps):
-        for name in list(cases) if repetition % 2 else list(cases)[::-1]:
-            phases = cases[name]()
-            if repetition >= _WARMUP:
-                found[name].append(phases)
-    return found
+    return cases
 
 
-def report(
-    options: Options, world_size: int, tokens: int, by_rank: Sequence[dict[str, list[Phases]]]
-) -> None:
+def report(options: Options, world_size: int, tokens: int, by_rank: Sequence[Found]) -> None:
     """One table, and a line for each of its rows."""
-    each = f"{options.experts_per_rank} experts each"
-    print(f"\n{options.shape}, body {options.body}, {world_size} GPUs, {each}, {tokens} tokens; us")
+    print(f"\n{title(options, world_size, tokens)}; us")
     whole = slowest([rank["direct"] for rank in by_rank], list(by_rank[0]["direct"][0]))
-    results = []
+    lines = []
     for name in by_rank[0]:
         of_ranks = [rank[name] for rank in by_rank]
-        phases = {phase: round(slowest(of_ranks, [phase]), 1) for phase in of_ranks[0][0]}
+        phases = {phase: slowest(of_ranks, [phase]) for phase in of_ranks[0][0]}
         us = slowest(of_ranks, list(phases))
         print(
             f"{name:28}{us:9.0f}{us / whole:7.2f}   " + ", ".join(f"{k} {v:.0f}" for k, v in phases.items())
         )
-        results.append(
-            {
-                "op": "megamoe-layer",
-                "backend": "cuda",
-                "world_size": world_size,
-                "mode": name,
-                "shape": {
-                    "name": options.shape,
-                    "tokens": tokens,
-                    "experts_per_rank": options.experts_per_rank,
-                },
-                "body": options.body,
-                "max_rank_time_us": round(us, 1),
-                "phases_us": phases,
-                "mismatched_rows": 0,  # else the run has failed
-                "validated": True,
-                "reps": options.reps,
-            }
-        )
-    for result in results:
-        print("RESULT_JSON " + json.dumps(result))
+        lines.append(result_line("megamoe-layer", options, world_size, tokens, name, us, phases))
+    print("\n".join(lines))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: all ways gave the same bytes."""
-    parser = argparse.ArgumentParser(description="the layer over NVLink, in all its ways of Stage1")
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="v4_pro")
-    parser.add_argument("--body", choices=("R", "A"), default="R")
-    parser.add_argument("--tokens", default="2048,4096,8192", help="tokens per rank, several with commas")
-    parser.add_argument("--experts-per-rank", type=int, default=48)
-    parser.add_argument("--reps", type=int, default=30)
-    args = parser.parse_args(argv)
-    tokens = [int(n) for n in args.tokens.split(",")]
-    options = Options(args.shape, args.body, tokens, args.experts_per_rank, args.reps)
-    by_rank = mori_shmem.run_ranks(bench_rank, args.world_size, options)
-    for i, n in enumerate(tokens):
-        report(options, args.world_size, n, [rank[i] for rank in by_rank])
-    return 0
+    return run("the layer over NVLink, in all its ways of Stage1", bench_rank, report, argv)
 
 
 if __name__ == "__main__":

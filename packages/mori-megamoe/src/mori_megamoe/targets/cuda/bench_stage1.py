@@ -15,33 +15,27 @@ prepare + max(dispatch, gemm1) of the baseline; `of bound` is how far from that 
 
 from __future__ import annotations
 
-import argparse
+import functools
 import itertools
-import json
-import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mori_shmem
 import torch
 
 from mori_megamoe.targets.cuda.bench import LIMIT, SHAPES, TOPK, Weights
+from mori_megamoe.targets.cuda.bench_ranks import (
+    Found,
+    Options,
+    Phases,
+    in_turns,
+    inputs_of,
+    result_line,
+    run,
+    slowest,
+    title,
+)
 from mori_megamoe.targets.cuda.stage1 import MODES, Stage1
-
-Phases = dict[str, float]  # microseconds, in order
-_WARMUP = 3
-
-
-@dataclass(frozen=True)
-class Options:
-    """What all ranks are told."""
-
-    shape: str
-    body: str
-    tokens: Sequence[int]
-    experts_per_rank: int
-    reps: int
 
 
 def timed(stage: Stage1, inputs: Sequence[torch.Tensor]) -> Phases:
@@ -72,7 +66,7 @@ def rows_by_source(stage: Stage1) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return source[order], hidden.codes[order], hidden.scales[order]
 
 
-def bench_rank(options: Options) -> list[dict[str, list[Phases]]]:
+def bench_rank(options: Options) -> list[Found]:
     """One rank: by number of tokens, by way, the phases of all repetitions. Raises where bytes differ."""
     model_dim, inter_dim, _ = SHAPES[options.shape]
     with mori_shmem.init("cuda") as comm:
@@ -98,34 +92,13 @@ def bench_rank(options: Options) -> list[dict[str, list[Phases]]]:
                 for mode in MODES
             }
             inputs = inputs_of(comm, tokens, model_dim, options.experts_per_rank)
-            found.append(measure(stages, inputs, options.reps))
+            cases = {mode: functools.partial(timed, stage, inputs) for mode, stage in stages.items()}
+            found.append(in_turns(cases, options.reps))
             check_bytes(stages)
             comm.barrier()
             for stage in stages.values():
                 stage.close()
         return found
-
-
-def inputs_of(
-    comm: mori_shmem.Communicator, tokens: int, model_dim: int, experts_per_rank: int
-) -> list[torch.Tensor]:
-    """(x, weights, ids) of this rank: distinct random experts."""
-    generator = torch.Generator(comm.device).manual_seed(1234 + comm.rank)
-    x = torch.randn(tokens, model_dim, device=comm.device, generator=generator).bfloat16()
-    scores = torch.randn(tokens, experts_per_rank * comm.world_size, device=comm.device, generator=generator)
-    top, ids = scores.topk(TOPK, dim=1)
-    return [x, top.softmax(1), ids.to(torch.int32)]
-
-
-def measure(stages: dict[str, Stage1], inputs: Sequence[torch.Tensor], reps: int) -> dict[str, list[Phases]]:
-    found: dict[str, list[Phases]] = {mode: [] for mode in stages}
-    for repetition in range(_WARMUP + reps):
-        order = list(stages) if repetition % 2 else list(stages)[::-1]
-        for mode in order:
-            phases = timed(stages[mode], inputs)
-            if repetition >= _WARMUP:
-                found[mode].append(phases)
-    return found
 
 
 def check_bytes(stages: dict[str, Stage1]) -> None:
@@ -137,70 +110,27 @@ def check_bytes(stages: dict[str, Stage1]) -> None:
                 raise AssertionError(f"{mode}: {int((got != want).sum())} values differ from the baseline's")
 
 
-def slowest(by_rank: Sequence[list[Phases]], names: Sequence[str]) -> float:
-    """Per repetition the sum of these phases on the slowest rank; the median."""
-    repetitions = zip(*by_rank, strict=True)
-    slow = [max(sum(r[name] for name in names) for r in ranks) for ranks in repetitions]
-    return float(statistics.median(slow))
-
-
-def report(
-    options: Options, world_size: int, tokens: int, by_rank: Sequence[dict[str, list[Phases]]]
-) -> None:
+def report(options: Options, world_size: int, tokens: int, by_rank: Sequence[Found]) -> None:
     """One table, and a line for each of its rows."""
     of = {mode: [rank[mode] for rank in by_rank] for mode in MODES}
     phases = {name: slowest(of["baseline"], [name]) for name in ("prepare", "dispatch", "gemm1")}
     bound = phases["prepare"] + max(phases["dispatch"], phases["gemm1"])
     baseline = slowest(of["baseline"], list(phases))
-    each = f"{options.experts_per_rank} experts each"
-    print(f"\n{options.shape}, body {options.body}, {world_size} GPUs, {each}, {tokens} tokens")
+    print(f"\n{title(options, world_size, tokens)}")
     print("baseline: " + ", ".join(f"{name} {us:.0f} us" for name, us in phases.items()))
     print(f"{'':10}{'us':>8}{'of bound':>10}{'of baseline':>13}")
-    results = []
+    lines = []
     for mode in MODES:
-        names = list(of[mode][0][0])
-        us = slowest(of[mode], names)
+        each = {name: slowest(of[mode], [name]) for name in of[mode][0][0]}
+        us = slowest(of[mode], list(each))
         print(f"{mode:10}{us:8.0f}{us / bound:10.2f}{us / baseline:13.2f}")
-        results.append(
-            {
-                "op": "megamoe-stage1",
-                "backend": "cuda",
-                "world_size": world_size,
-                "mode": mode,
-                "shape": {
-                    "name": options.shape,
-                    "tokens": tokens,
-                    "experts_per_rank": options.experts_per_rank,
-                },
-                "body": options.body,
-                "max_rank_time_us": round(us, 1),
-                "phases_us": {name: round(slowest(of[mode], [name]), 1) for name in names},
-                "bound_us": round(bound, 1),
-                "mismatched_rows": 0,  # else the run has failed
-                "validated": True,
-                "reps": options.reps,
-            }
-        )
-    for result in results:
-        print("RESULT_JSON " + json.dumps(result))
+        given = (options, world_size, tokens, mode, us, each)
+        lines.append(result_line("megamoe-stage1", *given, bound_us=round(bound, 1)))
+    print("\n".join(lines))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: all ways gave the same bytes."""
-    parser = argparse.ArgumentParser(description="Stage1 over NVLink: baseline and fused")
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="v4_pro")
-    parser.add_argument("--body", choices=("R", "A"), default="R")
-    parser.add_argument("--tokens", default="2048,4096,8192", help="tokens per rank, several with commas")
-    parser.add_argument("--experts-per-rank", type=int, default=48)
-    parser.add_argument("--reps", type=int, default=30)
-    args = parser.parse_args(argv)
-    tokens = [int(n) for n in args.tokens.split(",")]
-    options = Options(args.shape, args.body, tokens, args.experts_per_rank, args.reps)
-    by_rank = mori_shmem.run_ranks(bench_rank, args.world_size, options)
-    for i, n in enumerate(tokens):
-        report(options, args.world_size, n, [rank[i] for rank in by_rank])
-    return 0
+    return run("Stage1 over NVLink: baseline and fused", bench_rank, report, argv)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,7 @@ DEVICE void finish_item(float (&sum)[2][TILE_ROWS / 2], const float (&gate)[2], 
       for (int f = 0; f < 2; ++f) sum[f][4 * j + h] = swiglu(sum[f][4 * j + h] * gate[f], sum[f][4 * j + 2 + h] * up[f], p.limit);
       largest[2 * j + h] = max_nan(fabsf(sum[0][4 * j + h]), fabsf(sum[1][4 * j + h]));
     }
-  halve<TILE_ROWS / 8>(largest, g & 1, 4);
-  halve<TILE_ROWS / 16>(largest, g >> 1 & 1, 8);
-  halve<TILE_ROWS / 32>(largest, g >> 2, 16);
-  const int first = (g & 1) * (TILE_ROWS / 8) + (g >> 1 & 1) * (TILE_ROWS / 16) + (g >> 2) * (TILE_ROWS / 32);
+  const int first = share_largest(largest, g);
 #pragma unroll
   for (int i = 0; i < TILE_ROWS / 32; ++i) {
     const int x = first + i;

@@ -33,6 +33,7 @@ import mori_shmem
 import torch
 from mori_shmem.errors import LayoutError, MoriError
 from mori_shmem.settings import Snapshot
+from mori_shmem.targets.fault_record import CallFaults
 
 from mori_megamoe.launch import Call, Launch
 from mori_megamoe.layout import Layout
@@ -40,9 +41,8 @@ from mori_megamoe.plan import Destination, destination
 from mori_megamoe.problem import Problem
 from mori_megamoe.routing import Pair, Routes
 from mori_megamoe.settings import BODY, POISON
-from mori_megamoe.targets.cuda import kernels, limits
+from mori_megamoe.targets.cuda import faults, kernels, limits
 from mori_megamoe.targets.cuda.back import Back
-from mori_megamoe.targets.cuda.faults import Faults
 from mori_megamoe.targets.cuda.gemm1 import params_of
 from mori_megamoe.targets.cuda.layout import LayerLayout, layout_for
 from mori_megamoe.targets.cuda.memory import Landed, Local, Place
@@ -103,7 +103,7 @@ class Runner:
         self.problem = layout.problem
         self.epoch = 0  # calls from this process; replays of graphs are counted on the device
         self._kernels = kernels.Kernels(comm, layout.shape)  # collective: before what may fail here alone
-        self._faults = Faults(comm)
+        self._faults = CallFaults(comm, faults.OURS, faults.error_of)
         self._gemms: dict[tuple[int, ...], Gemms] = {}
         self._now: Gemms | None = None
         self.place = place = Place(
@@ -142,7 +142,7 @@ class Runner:
 
     def prepare(self, call: Call, *, quantize: bool) -> Launch:
         """Rows are always made here: `quantize` is what other targets' stages may do without."""
-        self._faults.raise_found()
+        self._faults.check()
         rows, kind = (call.x, "bf16") if call.x is not None else (call.x_q, "codes")
         assert rows is not None
         if rows.data_ptr() % 16:

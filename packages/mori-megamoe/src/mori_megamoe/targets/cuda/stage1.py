@@ -23,9 +23,9 @@ from typing import NamedTuple
 import mori_shmem
 import torch
 from mori_shmem.errors import ArgumentError, ClosedError, LayoutError
+from mori_shmem.targets.fault_record import CallFaults
 
-from mori_megamoe.targets.cuda import limits
-from mori_megamoe.targets.cuda.faults import Faults
+from mori_megamoe.targets.cuda import faults, limits
 from mori_megamoe.targets.cuda.gemm1 import params_of
 from mori_megamoe.targets.cuda.kernels import Kernels
 from mori_megamoe.targets.cuda.layout import Shape, offsets_of
@@ -112,7 +112,7 @@ class Stage1:
         if any(other != given for other in comm.all_gather(given)):
             raise ArgumentError(f"the ranks make different Stage1s: {comm.all_gather(given)}, in rank order")
         self._closed = False
-        self._faults = Faults(comm)
+        self._faults = CallFaults(comm, faults.OURS, faults.error_of)
         with torch.cuda.device(comm.device):
             self._make(swiglu_limit, send_blocks)
         comm.barrier()  # nobody's first counts may come before everybody's window is there
@@ -218,7 +218,7 @@ class Stage1:
     def raise_faults(self) -> None:
         """What a kernel of an earlier call has left; from then on in every call, since ranks find out at
         different ones."""
-        self._faults.raise_found()
+        self._faults.check()
 
     def close(self) -> None:
         """Give the window back. Local; twice is fine. Calls under way still end."""

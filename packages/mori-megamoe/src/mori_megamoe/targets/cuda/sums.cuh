@@ -43,3 +43,10 @@ DEVICE void halve(float (&largest)[TILE_ROWS / 4], bool high, int lanes) {
     largest[i] = max_nan(keep, __shfl_xor_sync(~0u, send, lanes));
   }
 }
+// All of them: the maxima of TILE_ROWS / 32 rows are this lane's, in largest[0] and on. Returns the first of these rows.
+DEVICE int share_largest(float (&largest)[TILE_ROWS / 4], int g) {
+  halve<TILE_ROWS / 8>(largest, g & 1, 4);
+  halve<TILE_ROWS / 16>(largest, g >> 1 & 1, 8);
+  halve<TILE_ROWS / 32>(largest, g >> 2, 16);
+  return (g & 1) * (TILE_ROWS / 8) + (g >> 1 & 1) * (TILE_ROWS / 16) + (g >> 2) * (TILE_ROWS / 32);
+}
