@@ -10,7 +10,8 @@ import pytest
 import torch
 from mori_shmem.core import CoreError, core_error
 from mori_shmem.device import queue_words as words
-from mori_shmem.targets.fault_record import FaultRecord
+from mori_shmem.errors import PeerDied, PeerTimeout
+from mori_shmem.targets.fault_record import CallFaults, FaultRecord
 from mori_shmem.targets.gpu_fabric import GpuFabric
 
 
@@ -118,3 +119,58 @@ def test_SH_7_a_wait_of_the_host_that_finds_a_rank_dead_ends_the_kernels(
     assert (told.value.kind, told.value.info["ranks"]) == ("peer_died", [2])
     assert fabric.record.gone == ([2] if ends_kernels else [])
     assert int(fabric.record.memory[0]) == (words.CODE_ABANDONED if ends_kernels else 0)
+
+
+# ---- an op's own records ----
+
+
+def faults_of(kept: FaultRecord, states: list[str], others: list[str]) -> CallFaults:
+    """Of an op whose records begin at 0x700; a check of the communicator is noted in `others`."""
+    core = SimpleNamespace(record=kept, peer_states=lambda: states)
+    comm: Any = SimpleNamespace(core=core, timeout_s=2.0, check=lambda: others.append("checked"))
+    return CallFaults(
+        comm,
+        0x700,
+        lambda found, limit_s: PeerTimeout(
+            f"flag {found['index']} late after {limit_s:g} s", rank=found["rank"], peers=[found["peer"]]
+        ),
+    )
+
+
+def publish_ours(kept: FaultRecord, code: int = words.CODE_PUBLISHED) -> None:
+    kept.memory[:] = torch.tensor([code, 0, 1, 0x705, 3, 4, 5, 6], dtype=torch.int32)
+
+
+def test_what_an_op_left_is_raised_in_every_call_until_it_is_forgiven() -> None:
+    kept, others = record(), list[str]()
+    faults = faults_of(kept, ["alive", "alive"], others)
+    faults.check()
+    publish_ours(kept, code=words.CODE_PUBLISHED + 100)  # a kernel is writing it
+    faults.check()
+    publish_ours(kept)
+    for _ in range(2):
+        assert faults.found()
+        with pytest.raises(PeerTimeout, match="flag 3 late after 2 s"):
+            faults.check()
+    assert int(kept.memory[0]) == 0, "kernels of later calls may write"
+    faults.forgive()
+    assert not faults.found()
+    faults.check()
+    assert others == []
+
+
+def test_SH_7_a_rank_that_is_late_because_it_died_is_said_to_have() -> None:
+    kept = record()
+    faults = faults_of(kept, ["alive", "dead"], [])
+    publish_ours(kept)
+    with pytest.raises(PeerDied, match="rank 1 has died. flag 3 late") as told:
+        faults.check()
+    assert told.value.peers == (1,)
+
+
+def test_a_record_of_another_op_is_left_to_the_communicator() -> None:
+    kept, others = record(), list[str]()
+    publish(kept)
+    faults_of(kept, ["alive", "alive"], others).check()
+    assert others == ["checked"]
+    assert int(kept.memory[0]) == words.CODE_PUBLISHED
