@@ -163,7 +163,7 @@ def test_SH_7_a_rank_that_is_late_because_it_died_is_said_to_have() -> None:
     kept = record()
     faults = faults_of(kept, ["alive", "dead"], [])
     publish_ours(kept)
-    with pytest.raises(PeerDied, match="rank 1 has died. flag 3 late") as told:
+    with pytest.raises(PeerDied, match=r"rank 1 has died\. flag 3 late") as told:
         faults.check()
     assert told.value.peers == (1,)
 
