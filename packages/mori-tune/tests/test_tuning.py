@@ -12,6 +12,8 @@ import pytest
 from mori_tune import Hardware, NoWinner, Problem, ep_space, host_device
 from mori_tune.journal import Journal
 from mori_tune.report import provenance, row_cells, row_of
+from mori_tune.search import Failure
+from mori_tune.slots import CrewFailure
 from mori_tune.spaces import Candidate
 from mori_tune.tuning import How, Slots, Watcher, tune
 
@@ -96,6 +98,25 @@ def test_TU_5_a_winner_that_is_wrong_in_fresh_processes_is_out(fake_crew: Any, t
     tuned = tune_fake(TIMES, fake_crew(behave))
     assert tuned.winner("run") == Candidate.of({"name": "d"})
     assert any("failed when confirmed" in note for note in tuned.notes)
+
+
+@pytest.mark.parametrize(("deaths", "winner"), [(1, "b"), (2, "d")])
+def test_TU_3_ranks_that_somebody_kills_do_not_cost_the_winner_its_place(
+    fake_crew: Any, tune_fake: Any, deaths: int, winner: str
+) -> None:
+    """Once, while it is confirmed. Who dies twice in fresh processes is out."""
+
+    class Crew(fake_crew):  # type: ignore[misc]
+        def time_of(self, candidate: Candidate, rank: int) -> float:
+            if candidate["name"] == "b" and 2 < self.number <= 2 + deaths:
+                self.running = False
+                raise CrewFailure(Failure("died", rank, "died by signal 9 (SIGKILL)"))
+            return super().time_of(candidate, rank)  # type: ignore[no-any-return]
+
+    tuned = tune_fake(TIMES, Crew(lambda c, number, rank: TIMES[c["name"]]))
+    assert tuned.winner("run") == Candidate.of({"name": winner})
+    assert sum("once more, in other processes" in note for note in tuned.notes) == 1
+    assert sum("failed when confirmed" in note for note in tuned.notes) == deaths - 1
 
 
 def test_TU_3_what_fails_in_used_processes_is_tried_once_more_in_new_ones(

@@ -346,12 +346,17 @@ class Tuning:
         winners = {phase: self.tuned.candidates[v.winner.index] for phase, v in verdicts.items()}
         expected = sum(v.winner.average_us for v in verdicts.values())
         ratios: list[float] = []
+        has_died = False
         while len(ratios) < MAX_CREWS_TRIED:
             self.slots.replace_crew()
             result = self.slots.visit(winners)
             self.tuned.num_visits += 1
             if isinstance(result, Failure):
-                return self.winner_failed(verdicts, result)
+                if result.kind != "died" or has_died:
+                    return self.winner_failed(verdicts, result)
+                has_died = True  # killed by somebody, or for want of memory: its own fault shows again
+                self.note(f"while the winner was confirmed: {result}; once more, in other processes")
+                continue
             self.tuned.confirmed_us = {phase: result.average(phase) for phase in self.search.phases}
             ratios.append(sum(self.tuned.confirmed_us.values()) / expected)
             if 1 / SLOW_CREW <= ratios[-1] <= SLOW_CREW:
