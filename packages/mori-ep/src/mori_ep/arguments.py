@@ -9,17 +9,12 @@ from __future__ import annotations
 import operator
 
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, LayoutError
 
 from mori_ep import formats
 
 GEOMETRY = ("block_num", "rdma_block_num", "warp_per_block")
-
-
-def described(value: object) -> str:
-    """A wrong value as errors name it: itself if that is short, else its type."""
-    short = value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
-    return repr(value)[:80] if short else f"a {type(value).__name__}"
 
 
 def shape_of(value: object) -> str:

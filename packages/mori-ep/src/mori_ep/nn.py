@@ -17,10 +17,11 @@ import weakref
 from collections.abc import MutableMapping
 
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError
 
 from mori_ep import checks
-from mori_ep.arguments import check_rows, check_tensor, described
+from mori_ep.arguments import check_rows, check_tensor
 from mori_ep.formats import CODES, DTYPES
 from mori_ep.op import EpDispatchCombineOp
 

@@ -30,10 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 import mori_shmem
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError, UnsupportedShape
 
 from mori_ep import checks, formats
-from mori_ep.arguments import check_dtype, check_flag, check_index, check_whole, described
+from mori_ep.arguments import check_dtype, check_flag, check_index, check_whole
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.keys import PHASES
 from mori_ep.plan import Geometry

@@ -6,13 +6,8 @@ import numbers
 import operator
 from typing import Any
 
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError
-
-
-def described(value: object) -> str:
-    """A wrong value as errors name it: itself if that is short, else its type."""
-    short = value is None or isinstance(value, bool | int | float | str)
-    return repr(value)[:80] if short else f"a {type(value).__name__}"
 
 
 def check_flag(name: str, value: object) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import mori_shmem
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
 
-from mori_megamoe.arguments import check_word, described
+from mori_megamoe.arguments import check_word
 from mori_megamoe.problem import Problem
 from mori_megamoe.routing import Pair
 from mori_megamoe.stage1 import Stage1

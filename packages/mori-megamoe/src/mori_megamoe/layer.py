@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mori_shmem
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError
 
 from mori_megamoe import checks, mx
-from mori_megamoe.arguments import check_flag, check_number, check_whole, described, whole_numbers
+from mori_megamoe.arguments import check_flag, check_number, check_whole, whole_numbers
 from mori_megamoe.launch import Call, Launch
 from mori_megamoe.layout import layout_for
 from mori_megamoe.problem import Problem

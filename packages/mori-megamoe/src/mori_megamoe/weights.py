@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, LayoutError
 
 from mori_megamoe import checks, mx
-from mori_megamoe.arguments import described
 from mori_megamoe.arithmetic import Matrix
 from mori_megamoe.problem import Problem, check_widths
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import mori_shmem
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, MoriError
 
 from mori_ep import checks
-from mori_ep.arguments import check_flag, described
+from mori_ep.arguments import check_flag
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_ep.op import EpDispatchCombineOp
 from mori_ep.routing import EpDispatchRoutingHandle

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import mori_shmem
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, MoriError, UnsupportedShape
 
 from mori_megamoe.adapters.aiter_found import BLOCKS_M, STAGE1_ARGUMENTS, Found, reasons_against
-from mori_megamoe.arguments import described
 from mori_megamoe.stage1.options import Options
 from mori_megamoe.together import together
 

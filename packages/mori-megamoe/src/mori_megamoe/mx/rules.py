@@ -16,9 +16,9 @@ or a NaN is all NaN afterwards: scale 255, codes 0x7F.
 from __future__ import annotations
 
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import LayoutError
 
-from mori_megamoe.arguments import described
 from mori_megamoe.mx.codes import (
     BLOCK,
     E4M3_NAN,

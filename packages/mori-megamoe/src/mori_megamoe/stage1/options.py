@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError
 
-from mori_megamoe.arguments import check_flag, check_word, described
+from mori_megamoe.arguments import check_flag, check_word
 from mori_megamoe.config import bucket_for
 
 SCALE_MODES = ("auto", "shuffler", "ldsw")

@@ -10,9 +10,9 @@ for what, and why it cannot hang: targets/host/sdma/stage.py.
 
 from __future__ import annotations
 
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, MoriError, TransportInert
 
-from mori_megamoe.arguments import described
 from mori_megamoe.layer import MegaMoE
 from mori_megamoe.stage1 import Stage1
 from mori_megamoe.stage1.options import Options

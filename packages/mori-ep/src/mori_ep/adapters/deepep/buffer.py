@@ -26,6 +26,7 @@ from typing import Any
 
 import mori_shmem
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, ClosedError, UnsupportedShape
 
 from mori_ep import checks
@@ -34,7 +35,7 @@ from mori_ep.adapters.deepep.events import EventHandle, EventOverlap, wait_for
 from mori_ep.adapters.deepep.low_latency import Handle, LowLatency
 from mori_ep.adapters.deepep.normal import Normal, NormalHandle
 from mori_ep.adapters.deepep.sizes import Config
-from mori_ep.arguments import check_flags, check_rows, check_shaped, check_whole, described, shape_of
+from mori_ep.arguments import check_flags, check_rows, check_shaped, check_whole, shape_of
 
 _numbers = itertools.count(1)
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

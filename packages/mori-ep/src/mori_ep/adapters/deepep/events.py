@@ -6,9 +6,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError
-
-from mori_ep.arguments import described
 
 
 class EventHandle:

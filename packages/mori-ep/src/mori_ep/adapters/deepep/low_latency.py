@@ -18,12 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, UnsupportedShape
 
 from mori_ep.adapters.deepep.events import EventOverlap, after
 from mori_ep.adapters.deepep.ids import expert_ids
 from mori_ep.adapters.deepep.quant import BLOCK, cast_rows, pack_exponents
-from mori_ep.arguments import check_flag, check_rows, check_shaped, check_slots, check_whole, described
+from mori_ep.arguments import check_flag, check_rows, check_shaped, check_slots, check_whole
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.config import EpDispatchCombineKernelType as Kind
 from mori_ep.op import EpDispatchCombineOp
