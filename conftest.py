@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 from pathlib import Path
@@ -23,8 +24,10 @@ def num_amd_gpus() -> int:
     return sum("simd_count 0\n" not in p.read_text() for p in nodes)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A shell's background jobs are born deaf to Ctrl-C, and so would be the processes that tests start."""
+    if config.getoption("--share-gpus"):
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(ImportError):
@@ -35,6 +38,12 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--num-gpus", type=int, default=None, help="use at most this many GPUs")
+    parser.addoption(
+        "--share-gpus",
+        action="store_true",
+        help="tests that need more GPUs than there are run too, with several ranks a GPU: for what is right, "
+        "not for how fast",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -42,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """A test that is marked gpu runs on NVIDIA's, or, in a file named for rocm, on AMD's. Files named for
     kernels are marked so: their other tests compile those, or run them on the software node or emulated."""
     limit = config.getoption("--num-gpus")
+    shared = config.getoption("--share-gpus")
     counts = {"NVIDIA": num_nvidia_gpus(), "AMD": num_amd_gpus()}
     for item in items:
         mark = item.get_closest_marker("gpu")
@@ -50,8 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.kernels)
         here = counts[vendor]
         usable = here if limit is None else min(limit, here)
-        if mark is not None and mark.args[0] > usable:
-            reason = f"needs {mark.args[0]} {vendor} GPUs, {usable} usable, {here} here"
+        needed = 0 if mark is None else mark.args[0]
+        if usable < (min(needed, 1) if shared else needed):
+            reason = f"needs {needed} {vendor} GPUs, {usable} usable, {here} here"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import mori_shmem
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
 
 from mori_ep import formats
@@ -19,7 +20,6 @@ from mori_ep.arguments import (
     check_slots,
     check_tensor,
     check_whole,
-    described,
 )
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.keys import PHASES

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, LayoutError
 
 from mori_ep import formats
@@ -22,7 +23,6 @@ from mori_ep.arguments import (
     check_slots,
     check_tensor,
     check_whole,
-    described,
     shape_of,
 )
 from mori_ep.config import EpDispatchCombineConfig
