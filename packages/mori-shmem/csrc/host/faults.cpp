@@ -1,6 +1,7 @@
 #include "host/faults.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "host/clock.h"
 

@@ -4,6 +4,7 @@
 #include <mori_sdma.h>
 
 #include <atomic>
+#include <cstdint>
 #include <vector>
 
 namespace mori {

@@ -1,5 +1,6 @@
 #include "host/node.h"
 
+#include <algorithm>
 #include <thread>
 
 #include "host/queue.h"

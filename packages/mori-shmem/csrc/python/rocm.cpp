@@ -5,6 +5,8 @@
 
 #include "python/verbs.h"
 
+#include <tuple>
+
 namespace mori::python {
 
 namespace {

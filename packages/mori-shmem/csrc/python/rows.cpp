@@ -3,6 +3,8 @@
 
 #include "python/bindings.h"
 
+#include <tuple>
+
 namespace mori::python {
 
 namespace {

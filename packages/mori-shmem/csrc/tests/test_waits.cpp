@@ -1,4 +1,5 @@
 // Waits and barriers between ranks of one process: values, deadlines, leaving, and what the errors say.
+#include <algorithm>
 #include <cstring>
 #include <thread>
 

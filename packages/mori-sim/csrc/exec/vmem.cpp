@@ -4,6 +4,7 @@
 // Memory is shared with other threads and processes: aligned dwords are read and written atomically, system-scope
 // accesses carry fences, read-modify-writes are host atomics.
 #include <atomic>
+#include <cstdio>
 #include <memory>
 #include <mutex>
 
