@@ -143,9 +143,10 @@ def open_handles(comm: mori_shmem.Communicator) -> None:
             again, *_, count = op.dispatch(-first.x, None, None, first.ids, routing=handle)
             assert int(count) == len(rows)
             assert torch.equal(again[: len(rows)], -rows)
-            bare = type(handle).__mro__[1](  # as a caller would put it together
+            bare = type(handle).__mro__[1](  # without what this target keeps with it
                 *(handle.disp_dest_tok_id_map, handle.disp_tok_id_to_src_tok_id, handle.recv_count),
                 *(handle.recv_per_source, handle.sent_per_rank, handle.first_rows, handle.cur_rank_num_token),
+                op_number=handle.op_number,
             )
             out, _ = op.combine(rows, None, first.ids, routing=bare)
             assert not wrong_rows(out[: len(first.x)], first.x.float() * num_ranks(op, first.ids))
