@@ -132,7 +132,7 @@ def test_what_is_refused_is_refused_on_the_short_way_too(library: ctypes.CDLL) -
         with pytest.raises(ArgumentError):
             w.op.dispatch(**given, return_routing="yes")  # type: ignore[arg-type]
         with pytest.raises(ArgumentError):
-            w.op.combine(w.pair._y, None, given["indices"], use_external_inp_buf=False)
+            w.op.combine(w.pair._y, None, given["indices"], use_external_inp_buf="yes")  # type: ignore[arg-type]
 
 
 def test_what_kernels_left_is_raised_and_ends_the_short_way(library: ctypes.CDLL) -> None:
