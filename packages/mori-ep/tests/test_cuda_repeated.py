@@ -190,3 +190,30 @@ def test_views_made_anew_and_ids_that_are_looked_at_need_the_whole_way(
             patch.setenv(name, "1")
             with watched(library) as w:
                 assert w.of(w.pair.dispatch) == 1
+
+
+def test_a_short_dispatch_also_frees_the_registered_buffer(library: ctypes.CDLL) -> None:
+    with watched(library) as w:
+        y, ids = torch.zeros(16, 7168).bfloat16(), w.pair._ids
+        w.op.combine(y, None, ids)
+        assert w.of(w.pair.dispatch) == 0
+        w.pair.combine()  # not "right after a combine of rows of your own"
+
+
+def test_another_buffer_is_not_the_registered_one(library: ctypes.CDLL) -> None:
+    with watched(library) as w, pytest.raises(ArgumentError, match="not the registered buffer"):
+        w.op.combine(w.pair._y.clone(), None, w.pair._ids, use_external_inp_buf=0)
+
+
+def test_a_closed_op_and_one_with_other_launches_go_the_whole_way(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watched(library) as w:
+        monkeypatch.setattr(w.op.rules, "take", lambda geometry: None)
+        w.op.launch_with({})
+        assert w.of(w.pair.both) == 2
+        w.pair.both()
+        assert w.of(w.pair.both) == 0
+    for call in (w.pair.dispatch, w.pair.combine):
+        with pytest.raises(ClosedError):
+            call()
