@@ -186,4 +186,4 @@ def test_nothing_is_kept_alive_by_calls_and_the_function_frees_what_it_held(call
 
 def test_what_can_not_be_is_refused() -> None:
     with pytest.raises((MoriError, _core.CoreError), match="launch"):
-        _core.repeated_launch([], [1, 2], None, 0, 0, lambda: 0, lambda device: 0)
+        _core.repeated_launch([], [1, 2], None, None, 0, 0, lambda: 0, lambda device: 0)

@@ -27,7 +27,7 @@ struct Like {         // one tensor of the call; without a type: None
 
 struct Repeated {
   std::vector<Like> tensors;
-  py::object result;
+  py::object result, owner;     // of the addresses that follow
   Launch launch;
   void *config, *function, **arguments;
   uint64_t* stream;             // in config
@@ -106,8 +106,8 @@ T at(uint64_t address) {
 
 using LikeArgs = std::tuple<py::object, py::object, py::object, std::vector<Py_ssize_t>, uint64_t, uint64_t>;
 
-py::object repeated_launch(const std::vector<std::optional<LikeArgs>>& tensors, const std::vector<uint64_t>& launch, py::object result,
-                           uint64_t fault, py::object device, py::object current_device, py::object current_stream) {
+py::object repeated_launch(const std::vector<std::optional<LikeArgs>>& tensors, const std::vector<uint64_t>& launch, py::object owner,
+                           py::object result, uint64_t fault, py::object device, py::object current_device, py::object current_stream) {
   if (tensors.size() > 8) throw bad_value("tensors", std::to_string(tensors.size()), "8 at most");
   if (launch.size() != 5) throw bad_value("launch", std::to_string(launch.size()), "5 addresses");
   auto call = std::make_unique<Repeated>();
@@ -120,25 +120,25 @@ py::object repeated_launch(const std::vector<std::optional<LikeArgs>>& tensors, 
       like.place = at<uint64_t*>(place);
     }
   }
-  call->result = std::move(result);
+  call->result = std::move(result), call->owner = std::move(owner);
   call->launch = at<Launch>(launch[0]);
   call->config = at<void*>(launch[1]), call->function = at<void*>(launch[2]), call->arguments = at<void**>(launch[3]);
   call->stream = at<uint64_t*>(launch[4]);
   call->fault = at<const uint32_t*>(fault);
   call->device = std::move(device);
   call->current_device = std::move(current_device), call->current_stream = std::move(current_stream);
-  const py::object owner = taken(PyCapsule_New(
-      call.release(), nullptr, [](PyObject* capsule) { delete static_cast<Repeated*>(PyCapsule_GetPointer(capsule, nullptr)); }));
+  const py::object capsule = taken(PyCapsule_New(
+      call.release(), nullptr, [](PyObject* self) { delete static_cast<Repeated*>(PyCapsule_GetPointer(self, nullptr)); }));
   static PyMethodDef method = {"repeated", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_repeated)), METH_FASTCALL,
                                "(tensors...) -> the result, launched; or None: not like the call before, nothing done"};
-  return taken(PyCFunction_New(&method, owner.ptr()));
+  return taken(PyCFunction_New(&method, capsule.ptr()));
 }
 
 }  // namespace
 
 void bind_repeated(py::module_& m) {
-  m.def("repeated_launch", &repeated_launch, py::arg("tensors"), py::arg("launch"), py::arg("result"), py::arg("fault"), py::arg("device"),
-        py::arg("current_device"), py::arg("current_stream"));
+  m.def("repeated_launch", &repeated_launch, py::arg("tensors"), py::arg("launch"), py::arg("owner"), py::arg("result"), py::arg("fault"),
+        py::arg("device"), py::arg("current_device"), py::arg("current_stream"));
 }
 
 }  // namespace mori::python

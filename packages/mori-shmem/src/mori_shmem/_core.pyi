@@ -97,6 +97,7 @@ def count_ids(ids: int, num_ids: int, first: int, num: int, counts: int) -> None
 def repeated_launch(
     tensors: Sequence[tuple[type, object, int, Sequence[int], int, int] | None],
     launch: Sequence[int],
+    owner: object,
     result: object,
     fault: int,
     device: int,
@@ -105,7 +106,8 @@ def repeated_launch(
 ) -> Callable[..., object]:
     """See jit/repeated.py. tensors: type, dtype, device, shape, where its address goes, the address it must
     have (0: any). launch: addresses of cuLaunchKernelEx, its configuration, the function, the arguments, and
-    the stream in the configuration. fault: of a word that is 0 while nothing is to be raised."""
+    the stream in the configuration, all held by `owner`. fault: of a word that is 0 while nothing is to be
+    raised."""
 
 def describe_packet(packet: bytes) -> dict[str, Any]:
     """The packet that starts at these bytes: packet (its name), reason ("ok", or why it is malformed),

@@ -162,7 +162,7 @@ class PreparedLaunch:
 
     def addresses(self) -> list[int]:
         """For who launches it in C: cuLaunchKernelEx, its configuration, the function, the arguments, and
-        where the stream is in the configuration. This object must stay alive."""
+        where the stream is in the configuration. They are good as long as this object is there."""
         self._stream = None  # unknown from now on
         config = ctypes.addressof(self._config)
         function = self._function.handle.value or 0

@@ -51,6 +51,7 @@ def repeated(
     return _core.repeated_launch(
         likes,
         launch.addresses(),
+        launch,
         result,
         fault,
         device,
