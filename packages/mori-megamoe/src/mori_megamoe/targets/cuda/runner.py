@@ -16,7 +16,7 @@ What differs from the host target
   ids      are not looked at before the call. Those that name no expert go nowhere, with mask_invalid_slots or
            without; an expert twice in a token is two rows
   pairs    a token that goes to two experts of a rank sends two rows; `fanout_masks` has no effect
-  tiles    of 128 rows, whatever the number of tokens
+  tiles    of 32, 64 or 128 rows, by max_tok_per_rank: a layer for few tokens multiplies less padding
   weights  are brought into the kernels' order (weights.py) at the first call that has them, and kept: as much
            memory again. A call that is captured needs weights that an eager call has had. A graph computes
            with those of its capture
