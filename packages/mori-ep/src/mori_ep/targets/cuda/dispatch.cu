@@ -47,7 +47,7 @@ DEVICE void unpack(const DispatchParams& p, const Headers& h, unsigned e) {
     for (int g = me; g < groups; g += width) {
       const int u = group_unit(g), size = group_size(g, units);
       if (!size) continue;
-      const Group v = wait_group(c, slot, g, size, e, s, WAIT_PACKETS, t);
+      const Group v = wait_group(c, slot, g, size, e, s, WAIT_PACKETS, t, [] { return false; });
       store_unit(p.shape, mine, row, u, v.a);
       if (size > 1) store_unit(p.shape, mine, row, u + 32, v.b);
       if (size > 2) store_unit(p.shape, mine, row, u + 64, v.c);

@@ -72,6 +72,7 @@ class CombineParams(ctypes.Structure):
             (name, c_int)
             for name in ("y_rows", "payload_units", "wire_units", "scale_units", "stages", "guard")
         ],
+        ("sign", c_uint),
         ("at_slots", c_uint64),
         ("slots_a_source", c_uint64),
         *[(name, c_uint64) for name in ("at_y", "at_y_scales", "at_y_weights")],
