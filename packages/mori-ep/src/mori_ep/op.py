@@ -285,9 +285,10 @@ class EpDispatchCombineOp(StandardMoe):
     # ---- ranks that are left out ----
 
     def update_mask(self, rank: int, masked: bool) -> None:
-        """Leave a rank out of all calls from the next one on, or take it in again. Local; needs `elastic`. A
-        rank that is taken in must have made as many calls as the others, and all must take it in at the same
-        call."""
+        """Leave a rank out of all calls from the next one on, or take it in again; needs `elastic`. All that
+        go on must leave out the same ranks at the same call. On the host a rank that is taken in must have
+        made as many calls as the others; on the cuda target the last one that is masked is taken in by all
+        ranks together, itself too, as by `clean_mask`."""
         self._check_elastic()
         if type(rank) is not int or not 0 <= rank < self.config.world_size or rank == self.config.rank:
             raise ArgumentError(
@@ -302,11 +303,9 @@ class EpDispatchCombineOp(StandardMoe):
         return torch.tensor([int(m) for m in self._runner.masked()], dtype=torch.int32)
 
     def clean_mask(self) -> None:
-        """Take all ranks in again."""
+        """Take all ranks in again: all of them at the same call. On the cuda target they meet."""
         self._check_elastic()
-        for rank in range(self.config.world_size):
-            if rank != self.config.rank:
-                self._runner.set_masked(rank, False)
+        self._runner.take_all_in()
 
     # ---- how it is launched ----
 

@@ -136,6 +136,9 @@ class Runner(Protocol):
 
     def set_masked(self, rank: int, value: bool) -> None: ...
 
+    def take_all_in(self) -> None:
+        """No rank is left out any more. All ranks do so at the same call."""
+
 
 def target_for(backend: str) -> ModuleType:
     """The module that runs ops on a communicator's backend. It has

@@ -11,8 +11,8 @@
 //   derive the same row numbers: rows of a rank are ordered by (source rank, token).
 //   A rank that starts e + 2 knows that all ranks have finished e, and what their streams ran before e + 1.
 // Deadline. A wait that runs out of time leaves a fault record (signal.cuh), and sets `gave_up` of its direction: every
-//   wait of this rank returns from then on, the kernels end, and the host raises. Masked ranks are neither sent to nor
-//   waited for.
+//   wait of this rank returns from then on, the kernels end, and the host raises. Masked ranks (a bit of Common::alive
+//   is 0) are neither sent to nor waited for: masks.py.
 #pragma once
 #include "params.cuh"
 
@@ -23,7 +23,7 @@
 #define STAGED 3
 #define LEFT 4
 #define GAVE_UP 5
-#define TOKENS_SENT 6                     // as rows, so far: what `done` at the receivers will reach
+#define TOKENS_SENT 8                     // [MAX_RANKS] as rows to each rank, so far: what `done` there will reach
 
 // Flags in a header
 #define ROWS_AS_PACKETS 1u

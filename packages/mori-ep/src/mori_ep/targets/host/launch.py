@@ -167,3 +167,6 @@ class Runner:
 
     def set_masked(self, rank: int, value: bool) -> None:
         self._flags.mask([rank], value)
+
+    def take_all_in(self) -> None:
+        self._flags.mask(range(self._config.world_size), False)
