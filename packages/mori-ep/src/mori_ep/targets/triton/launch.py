@@ -258,6 +258,15 @@ class Runner:
                 BLOCK=BLOCK,
             )
 
+    def repeated_dispatch(self, launch: DispatchLaunch, call: DispatchCall, results: object) -> None:
+        """A call is more than a launch here."""
+
+    def repeated_combine(
+        self, launch: CombineLaunch, call: CombineCall, indices: torch.Tensor, results: object
+    ) -> None: ...
+
+    def dispatched_again(self) -> None: ...
+
     # ---- tables ----
 
     def routing(self) -> EpDispatchRoutingHandle:

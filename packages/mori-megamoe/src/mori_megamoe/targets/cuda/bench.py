@@ -1,5 +1,4 @@
-"""GEMM1 + SwiGLU + requantise on one GPU, bodies R and A, beside what torch and Triton do. Not yet run on a
-GPU.
+"""GEMM1 + SwiGLU + requantise on one GPU, bodies R and A, beside what torch and Triton do.
 
     python -m mori_megamoe.targets.cuda.bench [--shape v4_pro|flash] [--tokens 2048,4096,8192] [--rounds 7]
 
