@@ -84,6 +84,10 @@ def test_a_failed_wait_masks_the_dead_and_one_of_before_is_dropped(monkeypatch: 
     found.append(PeerTimeout("of a call of before", rank=0, peers=[1]))
     Runner._check(runner)
     assert waited[3:] == ["forgiven"]
+    found.append(PeerTimeout("its own blocks", rank=0, peers=[0]))
+    with pytest.raises(PeerTimeout, match="its own blocks"):
+        Runner._check(runner)
+    assert waited[4:] == []
     runner._config.elastic = False
     found.append(late)
     with pytest.raises(PeerTimeout, match="rank 2"):

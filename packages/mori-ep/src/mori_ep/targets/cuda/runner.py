@@ -308,6 +308,8 @@ class Runner:
                 self._faults.forgive()
                 return
             missing = self._masks.missing(error)
+            if not missing:  # its own blocks: nobody to go on without
+                raise
             self._leave_out(missing)
             torch.cuda.current_stream(self._device).synchronize()  # what was launched with them has ended
             raise masks.named(error, missing) from error
