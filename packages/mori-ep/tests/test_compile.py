@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+from mori_ep import signs
 from mori_ep.targets.cuda import params
 from mori_ep.targets.cuda.variants import VARIANTS
 from mori_shmem.jit import Source, Variant, build, cuda_headers, resources
@@ -84,6 +85,7 @@ def fields_of(text: str, struct: str) -> list[str]:
 
 HEADERS = {"ExpertParams": "experts.cu"}
 STRUCTS = ("Common", "RowShape", "RowArrays", "DispatchParams", "CombineParams")
+SIGNS = ("SIGN_WEIGHTS", "SIGN_NO_WEIGHTS", "SIGN_ROWS")
 CONSTANTS = {
     "params.cuh": ("MAX_RANKS", "MAX_TOP_K", "MASK_WORDS", "HEADER_PACKETS", "SEND", "RECEIVE"),
     "protocol.cuh": ("GAVE_UP", "ROWS_AS_PACKETS", "COMBINE_BY_PACKETS", "META_MINE", "META_SENT"),
@@ -97,6 +99,7 @@ def test_both_sides_have_the_same_parameters(tmp_path: Path, nvrtc: Compiler) ->
     path = tmp_path / "sizes.cu"
     checks = [f"static_assert(sizeof({s}) == {ctypes.sizeof(getattr(params, s))});" for s in STRUCTS]
     checks += [f"static_assert({c} == {getattr(params, c)});" for names in CONSTANTS.values() for c in names]
+    checks += [f"static_assert({c} == {getattr(signs, c)}u);" for c in SIGNS]
     path.write_text('#include "protocol.cuh"\n' + "\n".join(checks) + "\n")
     source = Source.read(path, [CUDA, cuda_headers()])
     build(Variant("mori-ep", source, (), "sm_90a"), compiler=nvrtc, cache=Cache(None))

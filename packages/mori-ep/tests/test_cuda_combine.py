@@ -5,11 +5,24 @@ home; quantised transports by their definition.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
-from cuda_node import BF16, FNUZ, FP8, FP16, FP32, Node, cases, keep, make_inputs, on_both, ragged, rounds
+from cuda_node import (
+    BF16,
+    FNUZ,
+    FP8,
+    FP16,
+    FP32,
+    Node,
+    cases,
+    keep,
+    make_inputs,
+    on_both,
+    ragged,
+    rounds,
+    wire_of,
+)
 from mori_ep import reference
 
 pytestmark = pytest.mark.timeout(240)
@@ -50,24 +63,6 @@ def test_every_dtype_is_added_in_fp32_and_rounded_once(
     for hidden in (7168 if device == "cuda" else 896, 144):
         rounds(node, calls, dtype, hidden, weights=True, packets=packets)
         rounds(node, calls, dtype, hidden, registered=True, packets=packets)
-
-
-def wire_of(quant_type: str, block: int) -> Any:
-    """What a quantised transport makes of rows."""
-
-    def direct(y: torch.Tensor) -> torch.Tensor:
-        return reference.rounded(y.float(), FP8).float()
-
-    def blockwise(y: torch.Tensor) -> torch.Tensor:
-        values = y.float().view(y.shape[0], -1, block)
-        most = values.abs().amax(2, keepdim=True)
-        largest = torch.full_like(most, 448)  # (a number over a tensor is a reciprocal in torch)
-        scale, factor = most / largest, largest / most
-        empty = most == 0
-        codes = reference.rounded(values * factor.masked_fill(empty, 1), FP8).float()
-        return (codes * scale.masked_fill(empty, 1)).view(y.shape)
-
-    return direct if quant_type == "fp8_direct_cast" else blockwise
 
 
 @cases(

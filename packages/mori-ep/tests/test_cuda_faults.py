@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
-from cuda_node import BF16, FP8, Node, make_inputs, on_both, on_cpu, snapshot
-from mori_ep import reference
-from mori_ep.reference import RankInput, bytes_of
+from cuda_node import BF16, FP8, FP16, Node, make_inputs, on_both, snapshot
+from mori_ep.reference import bytes_of
 from mori_ep.targets import CombineShape, DispatchShape
 from mori_ep.targets.cuda.faults import error_of
 from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch
@@ -36,6 +36,8 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(device: str, tok
     assert isinstance(late, PeerTimeout)
     assert (late.rank, late.peers, late.wanted) == (0, (1,), 1)
     assert "rank 0 waited more than 0.3 s for rank 1: the header of a dispatch" in str(late)
+    rows = node.ranks[1].view("out", (node.config.recv_capacity, 512), BF16)
+    assert not rows.any(), "it may still use the rows of the call before"
 
 
 @pytest.mark.parametrize("packets", [True, False])
@@ -109,24 +111,54 @@ def test_calls_of_different_kinds_are_told_apart(device: str) -> None:
     assert "rank 1 made a dispatch of another kind than rank 0" in str(errors[0])
 
 
+PLAIN = CombineShape(512, BF16, False, False)
+DIFFERENT = (  # what ranks 0 and 1 bring: named so
+    (PLAIN, PLAIN._replace(hidden=128), "[*, 512] bfloat16 without", "[*, 128] bfloat16 without"),
+    (PLAIN, PLAIN._replace(dtype=FP16), "[*, 512] bfloat16 without", "[*, 512] float16 without"),
+    (PLAIN._replace(weights=True), PLAIN, "[*, 512] bfloat16 with weights", "[*, 512] bfloat16 without"),
+    (
+        *(PLAIN, PLAIN._replace(registered=True), "[*, 512] bfloat16 without weights"),
+        "[*, 512] bfloat16 without weights in the registered buffer",
+    ),
+)
+OF_BF16 = (DIFFERENT[0], DIFFERENT[2])  # a quantised transport takes no other rows, and none registered
+
+
+@pytest.mark.parametrize(
+    ("way", "shapes"),
+    [
+        *(("packets", shapes) for shapes in DIFFERENT),
+        *(("pull", shapes) for shapes in DIFFERENT),
+        *(("fp8_blockwise", shapes) for shapes in OF_BF16),
+    ],
+)
 @on_both
-def test_a_masked_rank_is_neither_sent_to_nor_waited_for(device: str) -> None:
-    node = Node(device, 3, timeout_s=0.5)
-    calls = [make_inputs(node, [30, 40, 50], i) for i in range(4)]
+def test_a_combine_of_what_does_not_go_together_is_told_to_all(
+    device: str, way: str, shapes: tuple[CombineShape, CombineShape, str, str]
+) -> None:
+    """Also to rank 2, which has received no rows: one without weights goes with either of the others. Long
+    before the deadline."""
+    node = Node(device, 3, timeout_s=60, quant_type="fp8_blockwise" if way == "fp8_blockwise" else "none")
+    given = make_inputs(node, [20, 9, 30], 1, experts=range(16))
+    node.dispatch(given)
     node.sync()
-    for given in calls:
-        results = []
-        shape = DispatchShape(512, BF16, 0, None, True)
-        for r in (0, 2):
-            rank, launch = node.ranks[r], node.prepared(DispatchLaunch, shape)[r]
-            launch.set_alive(0b101)
-            launch.launch(rank.raw_stream, given[r].x, given[r].weights, None, given[r].ids)
-        node.sync()
-        assert node.faults() == []
-        results = snapshot(node, given)
-        node.sync()
-        gone = RankInput(given[1].x[:0], given[1].ids[:0], given[1].weights[:0], None)
-        wanted = reference.dispatch(on_cpu([given[0], gone, given[2]]), node.config.num_experts_per_rank)
-        for r in (0, 2):
-            assert torch.equal(results[r]["out"][: wanted[r].count].cpu(), bytes_of(wanted[r].rows))
-            assert int(results[r]["count"]) == wanted[r].count
+    began = time.monotonic()
+    for rank, source, shape in zip(node.ranks, given, (*shapes[:2], shapes[0]), strict=True):
+        size = (node.config.recv_capacity, shape.hidden)
+        y = torch.zeros(size, dtype=shape.dtype, device=node.device)
+        w = None
+        if shape.registered:
+            y = rank.view("y", size, shape.dtype)
+        if shape.weights and rank is node.ranks[0]:
+            w = torch.zeros(size[0], node.config.num_experts_per_token, device=node.device)
+        launch = CombineLaunch(rank.place, shape._replace(weights=w is not None))
+        maps = rank.maps if way == "packets" else replace(rank.maps, meta=None)
+        launch.launch(rank.raw_stream, y, w, len(source.x), maps, guard=shape.registered)
+    node.sync()
+    assert time.monotonic() - began < 30
+    errors = [error_of(found, 60) for found in node.faults()]
+    assert [type(error) for error in errors] == [CollectiveMismatch] * 3
+    for error in errors:
+        told = str(error)
+        assert all(text in told for text in shapes[2:]), told
+        assert f"rank 1 {shapes[3]}" in told or f"rank 1 brings {shapes[3]}" in told

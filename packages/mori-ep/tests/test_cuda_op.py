@@ -7,7 +7,8 @@ checks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import mori_shmem
@@ -16,7 +17,7 @@ import torch
 from mori_ep import EpDispatchCombineConfig, EpDispatchCombineKernelType, EpDispatchCombineOp, reference
 from mori_ep.reference import RankInput, bytes_of
 from mori_ep.testing import apply_experts, expected, fixture, wrong_rows
-from mori_shmem.errors import ArgumentError, MoriError, PeerError, UnsupportedShape
+from mori_shmem.errors import ArgumentError, CollectiveMismatch, MoriError, PeerError, UnsupportedShape
 from mori_shmem.testing import die, run_ranks_to_the_end
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(200)]
@@ -217,7 +218,21 @@ def skewed(comm: mori_shmem.Communicator) -> None:
             check(op, given)
 
 
-BODIES = (ragged_round_trips, the_reference, open_handles, halves_and_layouts, quantised, skewed)
+def differences(comm: mori_shmem.Communicator) -> None:
+    """What does not go together in a combine is named on every rank; by packets, and pulled."""
+    for tokens in (20, 600):
+        with made(comm) as op:
+            given = here(op, tokens)
+            rows, weights, *_ = op.dispatch(given.x, given.weights, None, given.ids)
+            op.combine(rows, weights if comm.rank else None, given.ids)
+            torch.cuda.synchronize()
+            told = r"rank 0 brings \[\*, 512\] bfloat16 without weights, rank 1 .* with weights"
+            with pytest.raises(CollectiveMismatch, match=told):
+                op.dispatch(given.x, given.weights, None, given.ids)
+            comm.barrier()
+
+
+BODIES = (differences, ragged_round_trips, the_reference, open_handles, halves_and_layouts, quantised, skewed)
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -310,10 +325,10 @@ def test_a_second_call_allocates_nothing_and_returns_the_same_objects() -> None:
     on_ranks(2, body)
 
 
-def test_a_rank_that_dies_is_named_and_an_elastic_op_goes_on_without_it() -> None:
-    def rank(elastic: bool) -> str:
+def test_a_rank_that_dies_is_named_and_ends_an_op_that_is_not_elastic() -> None:
+    def rank() -> str:
         comm = mori_shmem.init(timeout_s=8)  # of every wait: the kernels', too
-        op = made(comm, elastic=elastic, max_num_inp_token_per_rank=128)
+        op = made(comm, max_num_inp_token_per_rank=128)
         given = here(op, 20)
         check(op, given)
         comm.barrier()
@@ -325,19 +340,90 @@ def test_a_rank_that_dies_is_named_and_an_elastic_op_goes_on_without_it() -> Non
         with pytest.raises(PeerError, match="rank 1") as error:
             op.dispatch(given.x, given.weights, None, given.ids)
         assert time.monotonic() - started < 20
-        if not elastic:
-            with pytest.raises(MoriError):
-                op.dispatch(given.x, given.weights, None, given.ids)
-            return str(error.value)
-        assert op.query_mask().tolist() == [0, 1, 0]
-        for _ in range(3):
-            rows, *_, count = op.dispatch(given.x, given.weights, None, given.ids)
-            out, _ = op.combine(rows[: int(count)], None, given.ids)
-            owners = torch.div(given.ids, 8, rounding_mode="floor")
-            living = (owners == 0).any(1, keepdim=True).float() + (owners == 2).any(1, keepdim=True).float()
-            assert not wrong_rows(out[:20], given.x.float() * living)
+        with pytest.raises(MoriError):
+            op.dispatch(given.x, given.weights, None, given.ids)
         return str(error.value)
 
-    for elastic in (False, True):
-        outcomes = run_ranks_to_the_end(rank, 3, elastic, timeout_s=60)
-        assert "rank 1" in str(outcomes[0])
+    outcomes = run_ranks_to_the_end(rank, 3, timeout_s=60)
+    assert ["rank 1" in str(o.value) for o in outcomes if o.rank != 1] == [True, True], outcomes
+
+
+def sums_of(living: Iterable[int], op: EpDispatchCombineOp, tokens: int) -> None:
+    """A pair, of whose rows those who take part have a share."""
+    given = here(op, tokens)
+    rows, *_, count = op.dispatch(given.x, given.weights, None, given.ids)
+    out, _ = op.combine(rows[: int(count)], None, given.ids)
+    owners = torch.div(given.ids, op.config.num_experts_per_rank, rounding_mode="floor")
+    shares = torch.stack([(owners == rank).any(1, keepdim=True) for rank in living]).float().sum(0)
+    wrong = wrong_rows(out[:tokens], given.x.float() * shares)
+    assert not wrong, f"rank {op.config.rank}, {tokens} tokens: {wrong[:5]}"
+
+
+@pytest.mark.parametrize("tokens", [20, 600])
+@pytest.mark.parametrize("first", ["dispatch", "combine"])
+def test_an_elastic_op_goes_on_without_a_rank_that_was_killed(
+    first: str, tokens: int, tmp_path: Path
+) -> None:
+    """Before a dispatch, or between it and its combine; by packets and by rows. One of the others has
+    launched two calls more when it looks."""
+
+    def rank() -> tuple[list[int], str]:
+        comm = mori_shmem.init(timeout_s=8)
+        op = made(comm, elastic=True)
+        sums_of(range(3), op, tokens)
+        given = here(op, tokens)
+        rows, *_ = op.dispatch(given.x, given.weights, None, given.ids)
+        if first == "dispatch":
+            op.combine(rows, None, given.ids)
+        torch.cuda.synchronize()
+        comm.barrier()
+        if comm.rank == 1:
+            die()
+
+        def call(what: str) -> None:
+            if what == "dispatch":
+                op.dispatch(given.x, given.weights, None, given.ids)
+            else:
+                op.combine(rows, None, given.ids)
+
+        for i in range(3 if comm.rank == 0 else 1):
+            call(("dispatch", "combine")[(i + (first == "combine")) % 2])
+        torch.cuda.synchronize()
+        with pytest.raises(PeerError, match="rank 1") as error:
+            call(first)
+        assert error.value.peers == (1,)
+        assert op.query_mask().tolist() == [0, 1, 0]
+        (tmp_path / f"{comm.rank}").touch()  # those who go on agree on it by means of their own
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        op.update_mask(1, True)  # is masked already
+        began = time.monotonic()
+        for n in (tokens, 7, 600, 0, 20):
+            sums_of((0, 2), op, n)
+        assert time.monotonic() - began < 6, "nobody waits for it: that would take 8 s"
+        with pytest.raises(PeerError, match="rank 1"):
+            op.clean_mask()
+        sums_of((0, 2), op, tokens)
+        return op.query_mask().tolist(), str(error.value)
+
+    outcomes = run_ranks_to_the_end(rank, 3, timeout_s=120)
+    assert [o.value and o.value[0] for o in outcomes if o.rank != 1] == [[0, 1, 0]] * 2, outcomes
+
+
+def test_ranks_that_were_masked_by_hand_come_back_together() -> None:
+    def body(comm: mori_shmem.Communicator) -> None:
+        with made(comm, elastic=True) as op:
+            for some in ({0, 2}, {1}):
+                for n in (20, 600):
+                    sums_of(range(3), op, n)
+                torch.cuda.synchronize()
+                comm.barrier()
+                mine = some if comm.rank in some else {0, 1, 2} - some
+                for rank in {0, 1, 2} - mine:
+                    op.update_mask(rank, True)
+                for n in (600, 20, 600):
+                    sums_of(mine, op, n)
+                op.clean_mask()
+            sums_of(range(3), op, 600)
+
+    on_ranks(3, body)

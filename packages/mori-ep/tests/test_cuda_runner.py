@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall
+from mori_ep.targets.cuda.masks import Masks
 from mori_ep.targets.cuda.runner import Runner
-from mori_shmem.errors import ArgumentError
+from mori_shmem.errors import ArgumentError, PeerDied, PeerError, PeerTimeout
 
 BF16 = torch.bfloat16
 
@@ -46,3 +47,49 @@ def test_nobody_fills_the_registered_buffer_while_peers_read_it() -> None:
     dispatch()
     combine(registered)
     assert guards[4:] == [False, False, True]
+
+
+def test_a_failed_wait_masks_the_dead_and_one_of_before_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 was awaited, since it had stopped because rank 1 has died."""
+    waited: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("drained"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    found: list[PeerError] = []
+
+    def check() -> None:
+        if found:
+            raise found.pop()
+
+    states = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
+    core = SimpleNamespace(peer_states=lambda: ["alive", "dead", "alive"])
+    comm: Any = SimpleNamespace(rank=0, world_size=3, core=core)
+    launch = SimpleNamespace(set_alive=lambda ranks: waited.append(f"{ranks:03b}"))
+    forgiven = SimpleNamespace(check=check, forgive=lambda: waited.append("forgiven"))
+    runner: Any = SimpleNamespace(
+        _faults=forgiven,
+        _masks=Masks(comm, states),
+        _config=SimpleNamespace(elastic=True),
+        _launches=[launch],
+        _device=0,
+    )
+    runner._begin_again = functools.partial(Runner._begin_again, runner)
+    runner._leave_out = functools.partial(Runner._leave_out, runner)
+    late = PeerTimeout("waited for rank 2", rank=0, peers=[2])
+    found.append(late)
+    with pytest.raises(PeerDied, match="rank 1 died: waited for rank 2") as named:
+        Runner._check(runner)
+    assert named.value.__cause__ is late
+    assert waited == ["forgiven", "101", "drained"]
+    assert Runner.masked(runner) == [False, True, False]
+    found.append(PeerTimeout("of a call of before", rank=0, peers=[1]))
+    Runner._check(runner)
+    assert waited[3:] == ["forgiven"]
+    found.append(PeerTimeout("its own blocks", rank=0, peers=[0]))
+    with pytest.raises(PeerTimeout, match="its own blocks"):
+        Runner._check(runner)
+    assert waited[4:] == []
+    runner._config.elastic = False
+    found.append(late)
+    with pytest.raises(PeerTimeout, match="rank 2"):
+        Runner._check(runner)
+    assert Runner.masked(runner) == [False, True, False]

@@ -41,10 +41,14 @@ def check_made_of(config: object, comm: object) -> None:
         check_comm(comm)
 
 
-def check_by_hand(geometry: object) -> None:
+def check_by_hand(geometry: object, kernels: str = "own") -> None:
     """Launch geometry by phase, or None."""
     if geometry is None:
         return
+    if kernels != "own":
+        raise ArgumentError(
+            f"geometry has no effect with kernels={kernels!r} (MORI_EP_KERNELS): leave one of the two out"
+        )
     unknown = sorted(map(str, set(geometry) - set(PHASES))) if isinstance(geometry, Mapping) else []
     if unknown:
         raise ArgumentError(
@@ -99,10 +103,11 @@ def compare_ranks(
     config: EpDispatchCombineConfig,
     comm: mori_shmem.Communicator,
     geometry: Mapping[str, Geometry] | None = None,
+    kernels: str = "own",
 ) -> None:
     """Collective: raise on every rank if any of them was given something else."""
     by_hand = None if geometry is None else {phase: tuple(geometry[phase]) for phase in sorted(geometry)}
-    given = comm.all_gather({**config.compared(), "geometry": by_hand})
+    given = comm.all_gather({**config.compared(), "geometry": by_hand, "kernels": kernels})
     differing = [
         f"{name} is " + ", ".join(f"{values[name]!r} on rank {rank}" for rank, values in enumerate(given))
         for name in given[0]

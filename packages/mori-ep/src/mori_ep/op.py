@@ -42,9 +42,9 @@ from mori_ep.plan import Geometry
 from mori_ep.prepared import UNASKED, Combined, Dispatched, PreparedCalls
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.rules import Rules
-from mori_ep.settings import TABLE
+from mori_ep.settings import KERNELS, TABLE
 from mori_ep.standard_moe import StandardMoe
-from mori_ep.targets import CombineCall, DispatchCall, DispatchShape, target_for
+from mori_ep.targets import CombineCall, DispatchCall, DispatchShape, target_for, target_name
 from mori_ep.turns import CALLS, Turn
 
 if TYPE_CHECKING:
@@ -64,20 +64,23 @@ class EpDispatchCombineOp(StandardMoe):
         comm: mori_shmem.Communicator | None = None,
         *,
         geometry: Mapping[str, Geometry] | None = None,
+        kernels: str | None = None,
     ) -> None:
         """Collective. Without `comm` the op makes a communicator of its own among the ranks that torchrun, or
         torch's default process group, knows, and closes it with itself.
 
         geometry  by phase ("dispatch", "combine"): launched so, and no tuned rule is looked up; equal on all
                   ranks. {}: as the target plans it
+        kernels   "own", or "triton" for the readable ones (targets/triton); None: as MORI_EP_KERNELS says
         """
         checks.check_made_of(config, comm)
-        checks.check_by_hand(geometry)
+        self.values = TABLE.read({KERNELS: kernels})
+        self._kernels: str = self.values[KERNELS]
+        checks.check_by_hand(geometry, self._kernels)
         config.check()
         self.config = config
         self._by_hand = geometry
         self._number = next(_op_numbers)  # in this process, for routing handles
-        self.values = TABLE.read()
         self._owned: mori_shmem.Communicator | None = None
         if comm is None:
             comm = self._owned = mori_shmem.init(name=f"mori-ep/{next(_numbers)}")
@@ -96,14 +99,15 @@ class EpDispatchCombineOp(StandardMoe):
 
     def _construct(self, comm: mori_shmem.Communicator) -> None:
         config = self.config
-        target = target_for(comm.backend)
+        target = target_for(target_name(comm.backend, self._kernels))
         self.dispatch_dtype = config.dispatch_dtype or config.data_type
         self.combine_dtype = config.combine_dtype or formats.combine_dtype_for(config.data_type)
         checks.check_place(config, comm)
         checks.check_triple(target, config, self.dispatch_dtype, self.combine_dtype)
-        checks.compare_ranks(config, comm, self._by_hand)
+        checks.compare_ranks(config, comm, self._by_hand, self._kernels)
         self._dtypes = {"dispatch": self.dispatch_dtype, "combine": self.combine_dtype}
-        self.rules = Rules(comm, config, self._dtypes, self._by_hand, self.values)
+        by_hand = self._by_hand if self._kernels == "own" else {}  # rules are for the others
+        self.rules = Rules(comm, config, self._dtypes, by_hand, self.values)
         self.plan = target.plan_for(config, self.rules.few_tokens())
         self.layout = target.layout_for(config, self.plan)
         self._window = comm.alloc(self.layout.nbytes)
@@ -297,9 +301,10 @@ class EpDispatchCombineOp(StandardMoe):
     # ---- ranks that are left out ----
 
     def update_mask(self, rank: int, masked: bool) -> None:
-        """Leave a rank out of all calls from the next one on, or take it in again. Local; needs `elastic`. A
-        rank that is taken in must have made as many calls as the others, and all must take it in at the same
-        call."""
+        """Leave a rank out of all calls from the next one on, or take it in again; needs `elastic`. All that
+        go on must leave out the same ranks at the same call. On the host a rank that is taken in must have
+        made as many calls as the others; on the cuda target the last one that is masked is taken in by all
+        ranks together, itself too, as by `clean_mask`."""
         self._check_elastic()
         if type(rank) is not int or not 0 <= rank < self.config.world_size or rank == self.config.rank:
             raise ArgumentError(
@@ -315,12 +320,10 @@ class EpDispatchCombineOp(StandardMoe):
         return torch.tensor([int(m) for m in self._runner.masked()], dtype=torch.int32)
 
     def clean_mask(self) -> None:
-        """Take all ranks in again."""
+        """Take all ranks in again: all of them at the same call. On the cuda target they meet."""
         self._check_elastic()
         self._again.forget()
-        for rank in range(self.config.world_size):
-            if rank != self.config.rank:
-                self._runner.set_masked(rank, False)
+        self._runner.take_all_in()
 
     # ---- how it is launched ----
 
@@ -354,7 +357,7 @@ class EpDispatchCombineOp(StandardMoe):
         made with `geometry`, on a target that chooses call by call; its memory is that of the first
         geometry."""
         self._check_usable()
-        checks.check_by_hand(geometry)
+        checks.check_by_hand(geometry, self._kernels)
         self.rules.take(geometry)
         self._again.forget()
         self._calls.tune_again()

@@ -42,7 +42,7 @@ from mori_tune.rules.files import Rule
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_ep.keys import FORMATS, geometry_of, query_for
 from mori_ep.plan import NOTHING_SAID, PLANNED, FewTokens, Geometry
-from mori_ep.settings import INTERNODE_LL_TOKENS
+from mori_ep.settings import INTERNODE_LL_TOKENS, KERNELS
 from mori_ep.targets import Runner
 
 log = logging.getLogger("mori_ep")
@@ -99,6 +99,8 @@ class Rules:
         self._warned: set[str] = set()
         self._book: Book | None = None
         self._manual = "geometry was given by the caller" if by_hand is not None else None
+        if values[KERNELS] != "own":
+            self._manual = f"kernels={values[KERNELS]!r} have no geometry"
         if comm.backend == "internode" and values.origin(INTERNODE_LL_TOKENS) != "default":
             self._manual = self._manual or f"{INTERNODE_LL_TOKENS.variable} was set"
         if is_tuned(comm.backend, config):

@@ -20,6 +20,14 @@ CHECK_IDS = TABLE.add(
         doc="whether dispatch looks for expert ids that no rank has (-1 stays legal) and refuses them",
     )
 )
+KERNELS = TABLE.add(
+    Setting(
+        "MORI_EP_KERNELS",
+        "own",
+        choices=("own", "triton"),
+        doc="kernels of an op: the target's own, or the readable ones in Triton, for IntraNode",
+    )
+)
 INTERNODE_ENGINE = TABLE.add(
     Setting(
         "MORI_EP_INTERNODE_ENGINE",

@@ -32,7 +32,7 @@ from mori_ep.targets.cuda import launch as launches
 from mori_ep.targets.cuda import limits, variants
 from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch, Maps
 from mori_ep.targets.cuda.layout import layout_for
-from mori_ep.targets.cuda.params import BOTH, SEND
+from mori_ep.targets.cuda.params import BOTH, SEND, STATE_WORDS
 from mori_ep.targets.cuda.place import Place, blocks_of
 from mori_shmem.targets.fault_record import FIELDS
 
@@ -137,6 +137,7 @@ class Node:
             self.ranks.append(Rank(place, window, record, torch.cuda.Stream() if gpu else None))
         self.config = configs[0]
         self.launches: dict[Any, list[Any]] = {}
+        self.masked: list[int] = []
         self.sync()
 
     def scaled(self, tokens: int) -> int:
@@ -159,7 +160,22 @@ class Node:
         key = (kind, shape)
         if key not in self.launches:
             self.launches[key] = [kind(rank.place, shape) for rank in self.ranks]
+        for launch in self.launches[key]:
+            launch.set_alive(sum(1 << rank for rank in range(self.world) if rank not in self.masked))
         return self.launches[key]
+
+    def states(self, rank: Rank) -> list[torch.Tensor]:
+        """The words of both directions."""
+        return [rank.view(f"{phase}_state", (STATE_WORDS,), torch.int32) for phase in ("dispatch", "combine")]
+
+    def living(self, inputs: list[RankInput]) -> list[RankInput]:
+        """What those who take part bring; the others no token."""
+        return [
+            RankInput(*(None if part is None else part[:0] for part in vars(given).values()))
+            if rank in self.masked
+            else given
+            for rank, given in enumerate(inputs)
+        ]
 
     def poison(self, rank: Rank, first: str, last: str) -> None:
         """What an earlier call left must not pass for a result."""
@@ -172,6 +188,8 @@ class Node:
         scale = (0, None) if scales is None else (scales.shape[1], scales.dtype)
         shape = DispatchShape(x.shape[1], x.dtype, *scale, inputs[0].weights is not None)
         for rank, launch, given in zip(self.ranks, self.prepared(DispatchLaunch, shape), inputs, strict=True):
+            if rank.place.rank in self.masked:
+                continue
             if phases & SEND:
                 self.poison(rank, "table", "out_positions")
             tensors = (given.x, given.weights, given.scales, given.ids)
@@ -191,6 +209,8 @@ class Node:
     ) -> None:
         shape = CombineShape(y[0].shape[1], y[0].dtype, weights is not None, registered)
         for i, (rank, launch) in enumerate(zip(self.ranks, self.prepared(CombineLaunch, shape), strict=True)):
+            if i in self.masked:
+                continue
             if phases & SEND:
                 self.poison(rank, "result", "result_weights")
             maps = rank.maps if packets else replace(rank.maps, meta=None)
@@ -333,10 +353,12 @@ def keep(kept: dict[str, torch.Tensor], views: dict[str, torch.Tensor]) -> None:
 def check_dispatch(node: Node, inputs: list[RankInput], got: list[dict[str, torch.Tensor]]) -> None:
     """Rows, order and maps are those of the reference."""
     config = node.config
-    given = on_cpu(inputs)
+    given = node.living(on_cpu(inputs))
     wanted = reference.dispatch(given, config.num_experts_per_rank)
     rows_at = [{source: row for row, source in enumerate(want.sources)} for want in wanted]
     for r, want in enumerate(wanted):
+        if r in node.masked:
+            continue
         n, found = want.count, {name: value.cpu() for name, value in got[r].items()}
         assert int(found["count"]) == n
         positions = [s * config.position_stride + t for s, t in want.sources]
@@ -348,17 +370,17 @@ def check_dispatch(node: Node, inputs: list[RankInput], got: list[dict[str, torc
         if want.scales is not None:
             assert torch.equal(found["scales"][:n], bytes_of(want.scales))
         table = found["table"].contiguous().view(torch.int32).view(given[r].ids.shape)
-        assert table.tolist() == wanted_table(config, given[r].ids, r, rows_at)
+        assert table.tolist() == wanted_table(node, given[r].ids, r, rows_at)
 
 
-def wanted_table(config: Any, ids: torch.Tensor, rank: int, rows_at: Any) -> list[list[int]]:
-    table = []
+def wanted_table(node: Node, ids: torch.Tensor, rank: int, rows_at: Any) -> list[list[int]]:
+    table, config = [], node.config
     for t, slots in enumerate(ids.tolist()):
         seen: set[int] = set()
         row = []
         for e in slots:
             d = e // config.num_experts_per_rank if 0 <= e < config.num_experts else -1
-            fresh = d >= 0 and d not in seen
+            fresh = d >= 0 and d not in seen and d not in node.masked
             seen.add(d)
             row.append(d * config.position_stride + rows_at[d][rank, t] if fresh else config.null_position)
         table.append(row)
@@ -416,14 +438,33 @@ def rounds(node: Node, calls: list[list[RankInput]], dtype: torch.dtype, hidden:
     node.sync()
     assert node.faults() == []
     for given, y, w in zip(calls, ys, ws, strict=True):
-        inputs = on_cpu(given)
-        received = reference.dispatch(inputs, config.num_experts_per_rank)
-        want = reference.combine(
-            inputs, received, [part.cpu() for part in y], config.num_experts_per_rank, wire
-        )
-        want_w = reference.combine(inputs, received, [part.cpu() for part in w], config.num_experts_per_rank)
+        inputs = node.living(on_cpu(given))
+        experts, gone = config.num_experts_per_rank, node.masked
+        received = reference.dispatch(inputs, experts)
+        want = reference.combine(inputs, received, [part.cpu() for part in y], experts, wire, gone)
+        want_w = reference.combine(inputs, received, [part.cpu() for part in w], experts, missing=gone)
         for r in range(node.world):
             got = kept.pop(0)
+            if r in gone:
+                continue
             assert torch.equal(got["out"].cpu(), bytes_of(want[r])), r
             if with_weights:
                 assert torch.equal(got["weights"].cpu(), bytes_of(want_w[r]))
+
+
+def wire_of(quant_type: str, block: int) -> Any:
+    """What a quantised transport makes of rows."""
+
+    def direct(y: torch.Tensor) -> torch.Tensor:
+        return reference.rounded(y.float(), FP8).float()
+
+    def blockwise(y: torch.Tensor) -> torch.Tensor:
+        values = y.float().view(y.shape[0], -1, block)
+        most = values.abs().amax(2, keepdim=True)
+        largest = torch.full_like(most, 448)  # (a number over a tensor is a reciprocal in torch)
+        scale, factor = most / largest, largest / most
+        empty = most == 0
+        codes = reference.rounded(values * factor.masked_fill(empty, 1), FP8).float()
+        return (codes * scale.masked_fill(empty, 1)).view(y.shape)
+
+    return direct if quant_type == "fp8_direct_cast" else blockwise

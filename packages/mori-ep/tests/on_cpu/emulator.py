@@ -13,13 +13,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ASM = re.compile(r"asm(?: volatile)?\(\s*((?:\"(?:[^\"\\]|\\.)*\"\s*)+)(.*?)\);", re.DOTALL)
-_LOOK = "{o[0]} = look({i[0]})"
+_LOOK, _LOOK_64 = "{o[0]} = look({i[0]})", "{o[0]} = look_64({i[0]})"
 TABLE = (  # instruction -> C++, with its operands o (written) and i (read)
     ("ld.acquire.sys.global.u32", _LOOK),
     ("ld.acquire.gpu.global.u32", _LOOK),
     ("ld.relaxed.sys.global.u32", _LOOK),
     ("ld.relaxed.gpu.global.u32", _LOOK),
     ("ld.global.u32", _LOOK),
+    ("ld.acquire.sys.global.u64", _LOOK_64),
+    ("st.release.sys.global.u64", "__atomic_store_n({i[0]}, {i[1]}, __ATOMIC_RELEASE)"),
+    ("st.relaxed.sys.global.u64", "__atomic_store_n({i[0]}, {i[1]}, __ATOMIC_RELEASE)"),
     ("st.release.sys.global.u32", "__atomic_store_n({i[0]}, {i[1]}, __ATOMIC_RELEASE)"),
     ("st.relaxed.sys.global.u32", "__atomic_store_n({i[0]}, {i[1]}, __ATOMIC_RELEASE)"),
     ("red.release.sys.global.add.u32", "__atomic_fetch_add({i[0]}, {i[1]}, __ATOMIC_RELEASE)"),

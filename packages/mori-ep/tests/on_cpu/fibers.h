@@ -184,6 +184,10 @@ inline unsigned look(const void* p) {  // a load that may be waiting for someone
   yield();
   return __atomic_load_n((const unsigned*)p, __ATOMIC_ACQUIRE);
 }
+inline uint64_t look_64(const void* p) {
+  yield();
+  return __atomic_load_n((const uint64_t*)p, __ATOMIC_ACQUIRE);
+}
 inline uint64_t clock_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);

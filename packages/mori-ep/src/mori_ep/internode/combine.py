@@ -17,14 +17,8 @@ from mori_ep.internode.layout import CHUNK_TOKENS, InterLayout, num_chunks
 from mori_ep.internode.routes import InterRoutes
 from mori_ep.layout import CALL_SHIFT
 from mori_ep.problem import WEIGHT_BYTES
+from mori_ep.signs import SIGN_NO_WEIGHTS, SIGN_WEIGHTS, compare_signs, said_of_weights, sign_of
 from mori_ep.targets import CombineCall, CombineShape
-from mori_ep.targets.host.combine import (
-    SIGN_NO_WEIGHTS,
-    SIGN_WEIGHTS,
-    compare_signs,
-    said_of_weights,
-    sign_of,
-)
 from mori_ep.targets.host.limits import KINDS, wire_for
 from mori_ep.targets.host.marks import Marks
 

@@ -58,8 +58,8 @@ from mori_ep.internode.routes import handle_of
 from mori_ep.plan import NOTHING_SAID, FewTokens, Plan, Way
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import FP8_COMBINE_SCALE_DIM, INTERNODE_LL_TOKENS
+from mori_ep.signs import MAX_HIDDEN
 from mori_ep.targets import CombineCall
-from mori_ep.targets.host.combine import MAX_HIDDEN
 from mori_ep.targets.host.experts import ExpertRows
 from mori_ep.targets.host.launch import Runner as NodeRunner
 from mori_ep.targets.host.marks import Marks

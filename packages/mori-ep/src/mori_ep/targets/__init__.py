@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from mori_shmem.errors import TransportInert
+from mori_shmem.errors import ArgumentError, TransportInert
 
 from mori_ep.again import Repeated
 from mori_ep.plan import PLANNED, Geometry
@@ -150,14 +150,29 @@ class Runner(Protocol):
 
     def set_masked(self, rank: int, value: bool) -> None: ...
 
+    def take_all_in(self) -> None:
+        """No rank is left out any more. All ranks do so at the same call."""
+
+
+def target_name(backend: str, kernels: str) -> str:
+    """What `target_for` takes for a choice of kernels on a backend."""
+    if kernels == "triton" and backend not in ("host", "cuda"):
+        raise ArgumentError(
+            f"kernels='triton' on backend {backend!r}: the Triton kernels are for host and cuda, inside one "
+            "node. Leave kernels (MORI_EP_KERNELS) unset, or 'own'"
+        )
+    return backend if kernels == "own" else kernels
+
 
 def target_for(backend: str) -> ModuleType:
-    """The module that runs ops on a communicator's backend. It has
+    """The module that runs ops on a communicator's backend, or "triton" (see target_name). It has
     plan_for(config, few)   how the kernel type is carried out here, with what rules say of few tokens
     layout_for(config, plan)  what lies where in the window, with its size as `nbytes`
     why_not(config, dispatch_dtype, combine_dtype)   the reason against a configuration here, or None
     Runner(comm, window, layout, config, plan, values)   see above
     """
+    if backend == "triton":
+        return importlib.import_module("mori_ep.targets.triton")
     if backend not in TARGETS:
         raise TransportInert(
             f"backend {backend!r} is not part of this version of mori-ep; it has: {', '.join(TARGETS)}"

@@ -11,8 +11,12 @@
 //                      weights, or a quantised transport) that happens between entered and ready.
 //   finished[source]   source has read all it needs of this combine; used where `guard` is set, on all ranks alike: with
 //                      rows in the registered buffer, which the caller may fill again as soon as combine is over
-// All grow: they hold the number of the call. Packet slots exist twice by parity of e; `entered` of all ranks ends a
-// combine, so a slot of e is not written for e + 2 before it has been read.
+// All grow: they hold the number of the call, and below it the source's sign, what its rows are (signs.py). A rank that
+// waits for the words of all compares all their signs: so whatever does not go together is found on every rank, by words
+// that travel anyway. A packet that stays away may be one that its sender does not have: a wait for it that takes long
+// looks at its sender's sign. (A word of a later call is of a rank that has found nothing in this one.)
+// Packet slots exist twice by parity of e; `entered` of all ranks ends a combine, so a slot of e is not written for e + 2
+// before it has been read.
 #include "elements.cuh"
 #include "routing.cuh"
 #include "rows.cuh"
@@ -30,7 +34,7 @@
 typedef Element<ELEMENT> Rows;                              // of y and of the result
 typedef Element<WIRE == AS_IT_IS ? ELEMENT : E4M3FN> Wired;  // of what peers read
 
-DEVICE unsigned* word_at(const CombineParams& p, int rank, uint64_t at, int source) { return (unsigned*)(p.c.window[rank] + at) + source; }
+DEVICE uint64_t* word_at(const CombineParams& p, int rank, uint64_t at, int source) { return (uint64_t*)(p.c.window[rank] + at) + source; }
 DEVICE unsigned packet_ranks(const CombineParams& p) { return p.meta ? load_early(p.meta + META_PACKETS) & p.c.alive : 0; }
 DEVICE size_t row_units(const CombineParams& p) { return p.payload_units; }
 
@@ -74,17 +78,54 @@ DEVICE void add(float* sum, const float* term, bool first) {
 
 // ---- serving the others ----
 
+struct Call {
+  unsigned e;
+  unsigned sign;     // of this rank
+  unsigned pullers;  // ranks that read rows in their peers' windows
+};
 // All threads of a block, for the first `world` of them.
-DEVICE void tell_all(const CombineParams& p, uint64_t at, unsigned e, bool after_my_stores) {
+DEVICE void tell_all(const CombineParams& p, uint64_t at, const Call& call, bool after_my_stores) {
   if (threadIdx.x >= p.c.world || !is_alive(p.c, threadIdx.x)) return;
-  unsigned* word = word_at(p, threadIdx.x, at, p.c.rank);
+  uint64_t* word = word_at(p, threadIdx.x, at, p.c.rank);
+  const uint64_t said = (uint64_t)call.e << 32 | call.sign;
   if (after_my_stores)
-    store_release_sys(word, e);
+    store_release_sys_64(word, said);
   else
-    store_relaxed_sys(word, e);
+    store_relaxed_sys_64(word, said);
 }
-DEVICE void await_all(const CombineParams& p, uint64_t at, unsigned e, unsigned ranks, unsigned what) {
-  if (threadIdx.x < p.c.world && ranks >> threadIdx.x & 1) wait_reached(p.c, word_at(p, p.c.rank, at, threadIdx.x), e, threadIdx.x, what);
+DEVICE bool go_together(unsigned a, unsigned b) {
+  return !((a ^ b) & SIGN_ROWS) && !(a & SIGN_WEIGHTS && b & SIGN_NO_WEIGHTS) && !(b & SIGN_WEIGHTS && a & SIGN_NO_WEIGHTS);
+}
+// Two ranks bring what does not go together. Ends this rank's waits.
+DEVICE void write_difference(const CombineParams& p, int rank, unsigned sign, int other, unsigned theirs) {
+  write_fault(p.c, other, DIFFERENT_COMBINE, rank, theirs, sign);
+  *(volatile unsigned*)(p.c.state + GAVE_UP) = 1;
+}
+// A warp, each lane with the sign of its rank: any two may differ, also of others than this one.
+DEVICE void compare_all(const CombineParams& p, unsigned sign, unsigned theirs) {
+  const unsigned others = __ballot_sync(~0u, (theirs ^ sign) & SIGN_ROWS), with = __ballot_sync(~0u, theirs & SIGN_WEIGHTS);
+  const unsigned without = __ballot_sync(~0u, theirs & SIGN_NO_WEIGHTS);
+  if (!others && !(with && without)) return;
+  const int a = others ? p.c.rank : __ffs(with) - 1, b = __ffs(others ? others : without) - 1;
+  const unsigned of_a = __shfl_sync(~0u, theirs, a), of_b = __shfl_sync(~0u, theirs, b);
+  if (threadIdx.x == 0) write_difference(p, a, of_a, b, of_b);
+}
+// All threads of a block: the words of these ranks, their signs compared.
+DEVICE void await_all(const CombineParams& p, uint64_t at, const Call& call, unsigned ranks, unsigned what) {
+  if (threadIdx.x >= 32) return;
+  unsigned theirs = threadIdx.x == p.c.rank ? call.sign : call.sign & SIGN_ROWS;  // which goes with everything of its kind
+  if (threadIdx.x < p.c.world && ranks >> threadIdx.x & 1) {
+    const uint64_t said = wait_called(p.c, word_at(p, p.c.rank, at, threadIdx.x), call.e, threadIdx.x, what);
+    if (said >> 32 == call.e) theirs = (unsigned)said;
+  }
+  compare_all(p, call.sign, theirs);
+}
+// Whether a peer has begun this call with what does not go with mine: packets of it may never come.
+DEVICE bool found_difference(const CombineParams& p, const Call& call, int peer) {
+  const uint64_t said = load_acquire_sys_64(word_at(p, p.c.rank, p.at_entered, peer));
+  if (said >> 32 != call.e || go_together(call.sign, (unsigned)said)) return false;
+  write_difference(p, p.c.rank, call.sign, peer, (unsigned)said);
+  return true;
 }
 
 // Rows that the caller has not given are a fault (see serve); what is read in their place is one that he has.
@@ -181,16 +222,16 @@ DEVICE void stage_row(const CombineParams& p, size_t row) {
 #endif
 
 // All threads: tell the others that this rank is here; copy what pulling ranks are to read, and say that it is ready.
-DEVICE void stage_rows(const CombineParams& p, unsigned e, unsigned pullers, int count) {
+DEVICE void stage_rows(const CombineParams& p, const Call& call, int count) {
   const Common& c = p.c;
-  const unsigned readers = pullers & (WIRE == AS_IT_IS ? ~(1u << c.rank) : ~0u);  // I read my own where they are
+  const unsigned readers = call.pullers & (WIRE == AS_IT_IS ? ~(1u << c.rank) : ~0u);  // I read my own where they are
   const bool copies = readers && (p.stages || p.weights);
   if (blockIdx.x == 0) {
-    if (readers && !copies) tell_all(p, p.at_ready, e, true);  // first: a release waits for all stores before it
-    tell_all(p, p.at_entered, e, false);
+    if (readers && !copies) tell_all(p, p.at_ready, call, true);  // first: a release waits for all stores before it
+    tell_all(p, p.at_entered, call, false);
   }
   if (!copies) return;
-  await_all(p, p.at_entered, e, c.alive, WAIT_ENTERED);
+  await_all(p, p.at_entered, call, c.alive, WAIT_ENTERED);
   __syncthreads();
   const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
   float* weights = (float*)(c.window[c.rank] + p.at_y_weights);
@@ -203,37 +244,38 @@ DEVICE void stage_rows(const CombineParams& p, unsigned e, unsigned pullers, int
   __syncthreads();
   if (threadIdx.x == 0) last = last_to_leave(c.state + STAGED, gridDim.x);
   __syncthreads();
-  if (last) tell_all(p, p.at_ready, e, true);
+  if (last) tell_all(p, p.at_ready, call, true);
 }
 
 // All threads, at the end: with `guard`, nobody reads my rows any more.
-DEVICE void await_readers(const CombineParams& p, unsigned e, unsigned readers) {
-  const unsigned me = 1u << p.c.rank;
+DEVICE void await_readers(const CombineParams& p, const Call& call) {
+  const unsigned me = 1u << p.c.rank, readers = call.pullers;
   if (!p.guard || !readers) return;
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) last = last_to_leave(p.c.state + LEFT, gridDim.x);
   __syncthreads();
   if (!last) return;
-  if (readers & me) tell_all(p, p.at_finished, e, true);
-  await_all(p, p.at_finished, e, readers & ~me, WAIT_FINISHED);
+  if (readers & me) tell_all(p, p.at_finished, call, true);
+  await_all(p, p.at_finished, call, readers & ~me, WAIT_FINISHED);
 }
 
-// All threads. Returns the ranks that read rows in their peers' windows. The loads that lead to the first row go out
-// together: one after the other they took as long as the row itself.
-DEVICE unsigned serve(const CombineParams& p, unsigned e) {
+// All threads. The loads that lead to the first row go out together: one after the other they took as long as the row
+// itself.
+DEVICE Call serve(const CombineParams& p, unsigned e) {
   const Common& c = p.c;
   const int first = blockIdx.x + threadIdx.x / c.threads_a_row * gridDim.x;
   const unsigned packet_owners = packet_ranks(p);
   const int count = (int)load_early(p.count);
   const unsigned source = load_early(p.source + min(first, c.capacity - 1));
-  const unsigned pullers = c.alive & ~packet_owners;
+  const unsigned rows_only = count && !(p.sign & SIGN_WEIGHTS) ? SIGN_NO_WEIGHTS : 0;
+  const Call call = {e, p.sign | rows_only, c.alive & ~packet_owners};
   if (c.phases & SEND) {
     push_rows(p, e, packet_owners, count, source);
-    stage_rows(p, e, pullers, count);
+    stage_rows(p, call, count);
     if (blockIdx.x == 0 && threadIdx.x == 0 && count > p.y_rows) write_fault(c, c.rank, TOO_FEW_ROWS, 0, p.y_rows, count);
   }
-  return pullers;
+  return call;
 }
 
 // ---- few tokens ----
@@ -268,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(640) combine_packets(const __grid_c
   const unsigned e = this_call(c);
   const int units = packet_units(p), groups = groups_of(units);
   const int width = c.threads_a_row, lanes = blockDim.x / width, lane = threadIdx.x / width, me = threadIdx.x % width;
-  const unsigned pullers = serve(p, e);
+  const Call call = serve(p, e);
   if (!(c.phases & RECEIVE)) return;
   if (lane < lanes)
     for (int t = blockIdx.x + lane * gridDim.x; t < c.tokens; t += gridDim.x * lanes) {
@@ -279,7 +321,9 @@ extern "C" __global__ void __launch_bounds__(640) combine_packets(const __grid_c
         Sum a = {}, b = {}, d = {};
         for (int i = 0; i < from.count; i++) {
           const Place at = place_of(p, t, from, i);
-          const Group v = at.rank == c.rank ? load_y_group(p, at.row, g, size) : wait_group(c, slot_of(p, c.rank, at.rank, t, e), g, size, e, at.rank, WAIT_SUMMANDS, t);
+          const Group v = at.rank == c.rank ? load_y_group(p, at.row, g, size)
+                                            : wait_group(c, slot_of(p, c.rank, at.rank, t, e), g, size, e, at.rank, WAIT_SUMMANDS, t,
+                                                         [&] { return found_difference(p, call, at.rank); });
           a.add_unit(v.a, i == 0, u < p.payload_units);
           b.add_unit(v.b, i == 0, u + 32 < p.payload_units);
           d.add_unit(v.c, i == 0, u + 64 < p.payload_units);
@@ -291,8 +335,8 @@ extern "C" __global__ void __launch_bounds__(640) combine_packets(const __grid_c
     }
   __syncthreads();
   leave_call(c, e);
-  if (blockIdx.x == 0) await_all(p, p.at_entered, e, c.alive, WAIT_ENTERED);
-  await_readers(p, e, pullers);
+  if (blockIdx.x == 0) await_all(p, p.at_entered, call, c.alive, WAIT_ENTERED);
+  await_readers(p, call);
 }
 #endif
 
@@ -375,14 +419,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) combine_pull(const __grid_c
   const Common& c = p.c;
   const unsigned e = this_call(c);
   const int width = c.threads_a_row, lanes = blockDim.x / width, lane = threadIdx.x / width, me = threadIdx.x % width;
-  const unsigned pullers = serve(p, e);
+  const Call call = serve(p, e);
   if (!(c.phases & RECEIVE)) return;
-  await_all(p, p.at_ready, e, WIRE == AS_IT_IS ? c.alive & ~(1u << c.rank) : c.alive, WAIT_READY);
+  await_all(p, p.at_ready, call, WIRE == AS_IT_IS ? c.alive & ~(1u << c.rank) : c.alive, WAIT_READY);
   __syncthreads();
   leave_call(c, e);
   if (lane < lanes)
     for (int t = blockIdx.x + lane * gridDim.x; t < c.tokens; t += gridDim.x * lanes) pull_token(p, t, me, width);
-  await_readers(p, e, pullers);
+  await_readers(p, call);
 }
 
 extern "C" __device__ const unsigned combine_params_bytes = sizeof(CombineParams);

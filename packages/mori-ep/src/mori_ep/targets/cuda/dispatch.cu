@@ -47,7 +47,7 @@ DEVICE void unpack(const DispatchParams& p, const Headers& h, unsigned e) {
     for (int g = me; g < groups; g += width) {
       const int u = group_unit(g), size = group_size(g, units);
       if (!size) continue;
-      const Group v = wait_group(c, slot, g, size, e, s, WAIT_PACKETS, t);
+      const Group v = wait_group(c, slot, g, size, e, s, WAIT_PACKETS, t, [] { return false; });
       store_unit(p.shape, mine, row, u, v.a);
       if (size > 1) store_unit(p.shape, mine, row, u + 32, v.b);
       if (size > 2) store_unit(p.shape, mine, row, u + 64, v.c);
@@ -257,12 +257,10 @@ DEVICE void store_tail(const DispatchParams& p, size_t t, const Targets& to) {
 DEVICE void send_counts(const DispatchParams& p, const int* total, unsigned e) {
   const Common& c = p.c;
   const int packets = count_packets(c) + p.mask_packets;
-  const unsigned sent = *(volatile unsigned*)(c.state + TOKENS_SENT) + c.tokens;
-  __syncthreads();
-  if (threadIdx.x == 0) *(volatile unsigned*)(c.state + TOKENS_SENT) = sent;
   for (int i = threadIdx.x; i < c.world * packets; i += blockDim.x) {
     const int d = i / packets, k = i % packets;
     if (!is_alive(c, d)) continue;
+    const unsigned sent = *(volatile unsigned*)(c.state + TOKENS_SENT + d) + c.tokens;
     unsigned v[3];
 #pragma unroll
     for (int j = 0; j < 3; j++) {
@@ -271,6 +269,8 @@ DEVICE void send_counts(const DispatchParams& p, const int* total, unsigned e) {
     }
     store_packet(header_at(p, d, c.rank, e) + 16 * k, v[0], v[1], v[2], e);
   }
+  __syncthreads();
+  if (threadIdx.x < c.world && is_alive(c, threadIdx.x)) *(volatile unsigned*)(c.state + TOKENS_SENT + threadIdx.x) += c.tokens;
 }
 
 extern "C" __global__ void __launch_bounds__(512) dispatch_rows(const __grid_constant__ DispatchParams p) {
@@ -282,6 +282,7 @@ extern "C" __global__ void __launch_bounds__(512) dispatch_rows(const __grid_con
   const unsigned e = this_call(c);
   const int run = (c.tokens + gridDim.x - 1) / gridDim.x;  // a block's tokens are neighbours
   const int first = min((long long)c.tokens, (long long)blockIdx.x * run), count = min(c.tokens, first + run) - first;
+  if (threadIdx.x == 0) headers.missing = 0;
   if (c.phases & SEND) {
     count_tokens(p, counting, first, count);
     if (threadIdx.x < c.world) p.block_counts[blockIdx.x * MAX_RANKS + threadIdx.x] = counting.total[threadIdx.x];
@@ -294,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(512) dispatch_rows(const __grid_con
   if (c.phases & SEND) {
     if (threadIdx.x < c.world) base[threadIdx.x] = headers.mine[threadIdx.x] + before[threadIdx.x];
     __syncthreads();
-    for (int i = warp; i < count; i += warps) {
+    for (int i = warp; i < count && !headers.missing; i += warps) {  // who has sent no header may use its rows still
       const size_t t = first + i;
       const Targets to = targets_of(p, base, t);
       store_payload(p, t, to);

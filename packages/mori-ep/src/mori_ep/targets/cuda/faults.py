@@ -12,8 +12,10 @@ from mori_shmem.errors import (
     UnsupportedShape,
 )
 
+from mori_ep.signs import difference
+
 OURS = 0xE0000
-_OVERFLOW, _DIFFERENT_CALL, _TOO_FEW_ROWS = 0xE0009, 0xE000A, 0xE000B
+_OVERFLOW, _DIFFERENT_CALL, _TOO_FEW_ROWS, _DIFFERENT_COMBINE = 0xE0009, 0xE000A, 0xE000B, 0xE000C
 _WAITS = {  # WAIT_* of protocol.cuh
     0xE0001: "the header of a dispatch",
     0xE0002: "the rows of a dispatch (tokens stored so far)",
@@ -39,6 +41,9 @@ def error_of(found: Mapping[str, int], timeout_s: float) -> MoriError:
             f"rank {peer} made a dispatch of another kind than rank {rank}: hidden size, dtype, scales and "
             "whether there are weights have to be the same on all ranks"
         )
+    if found["what"] == _DIFFERENT_COMBINE:
+        first, second = sorted([(found["index"], wanted), (peer, seen)])
+        return CollectiveMismatch(f"combine: {difference(first, second)}")
     if found["what"] == _TOO_FEW_ROWS:
         return ArgumentError(
             f"rank {rank} combined an input of {seen} rows (or weights of so many), and its dispatch had "

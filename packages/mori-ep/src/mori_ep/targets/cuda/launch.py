@@ -21,6 +21,7 @@ from mori_shmem.jit import driver
 from mori_ep.again import Repeated
 from mori_ep.grids import Grid, combine_grid, dispatch_grid
 from mori_ep.plan import PLANNED, Geometry
+from mori_ep.signs import SIGN_REGISTERED, SIGN_WEIGHTS, sign_of
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
 from mori_ep.targets.cuda import limits
 from mori_ep.targets.cuda.params import (
@@ -216,6 +217,7 @@ class CombineLaunch:
             wire_units=shape.hidden // 16 if quantised else row_bytes // 16,
             scale_units=shape.hidden // place.wire_block,
             stages=int(quantised or not shape.registered),
+            sign=sign_of(shape) | shape.weights * SIGN_WEIGHTS | shape.registered * SIGN_REGISTERED,
             at_slots=layout.combine_slots.offset_bytes,
             slots_a_source=layout.combine_slots_bytes,
             at_y=(layout.y_wire if quantised else layout.y).offset_bytes,

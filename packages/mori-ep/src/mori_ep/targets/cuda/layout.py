@@ -5,7 +5,7 @@ rank.
     dispatch_slots  [2][source] packets: rows of sources with few tokens
     combine_slots   [2][source] packets: rows that the source has made of my tokens
     done            u32 [source]  tokens of the source whose rows are stored here, so far
-    entered, ready, finished      u32 [source], of combine (combine.cu)
+    entered, ready, finished      u64 [source], of combine (combine.cu)
     dispatch_state, combine_state my own words: epoch, tickets, barrier (protocol.cuh)
     block_counts    my own scratch;  meta  numbers of the last dispatch;  table  [max tokens][k] its places
     recv_count, out*        what dispatch returns, at fixed addresses
@@ -91,7 +91,8 @@ def layout_for(config: EpDispatchCombineConfig, plan: Plan) -> Layout:
         "headers": 2 * ranks * HEADER_PACKETS * 16,
         "dispatch_slots": 2 * ranks * dispatch_slots,
         "combine_slots": 2 * ranks * combine_slots,
-        **dict.fromkeys(("done", "entered", "ready", "finished"), words),
+        "done": words,
+        **dict.fromkeys(("entered", "ready", "finished"), 2 * words),
         **dict.fromkeys(("dispatch_state", "combine_state"), STATE_WORDS * 4),
         "block_counts": MOST_BLOCKS * MAX_RANKS * 4,
         "meta": META_WORDS * 4,

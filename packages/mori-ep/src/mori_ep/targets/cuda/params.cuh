@@ -63,9 +63,10 @@ struct CombineParams {
   int wire_units, scale_units;            // of a staged row: as it is read by peers, and its scales
   int stages;                             // 1: y must be copied to the window before peers can read it
   int guard;                              // 1: do not end before all peers have read my rows
+  unsigned sign;                          // what my rows are: signs.py
   uint64_t at_slots, slots_a_source;      // packets: [2][world] of slots_a_source bytes
   uint64_t at_y, at_y_scales, at_y_weights;  // what peers read: rows, their scales, their weights
-  uint64_t at_entered, at_ready, at_finished;  // u32 [world] each: see combine.cu
+  uint64_t at_entered, at_ready, at_finished;  // u64 [world] each: see combine.cu
   const int* table;                       // of the dispatch: where my tokens' rows are
   const int* source;                      // of the dispatch: whose my rows are
   const int* meta;                        // of the dispatch, or null: nobody takes packets

@@ -13,7 +13,7 @@ HEADER_PACKETS = 16
 SEND, RECEIVE = 1, 2  # phases
 BOTH = SEND | RECEIVE
 ROWS_AS_PACKETS, COMBINE_BY_PACKETS = 1, 2  # flags of a header
-STATE_WORDS, GAVE_UP = 64, 5
+STATE_WORDS, EPOCH, GAVE_UP = 64, 0, 5
 META_MINE, META_SENT, META_WORDS = 16, 24, 32
 PACKET_TOKENS = 32 * MASK_WORDS
 
@@ -72,6 +72,7 @@ class CombineParams(ctypes.Structure):
             (name, c_int)
             for name in ("y_rows", "payload_units", "wire_units", "scale_units", "stages", "guard")
         ],
+        ("sign", c_uint),
         ("at_slots", c_uint64),
         ("slots_a_source", c_uint64),
         *[(name, c_uint64) for name in ("at_y", "at_y_scales", "at_y_weights")],

@@ -11,8 +11,8 @@
 //   derive the same row numbers: rows of a rank are ordered by (source rank, token).
 //   A rank that starts e + 2 knows that all ranks have finished e, and what their streams ran before e + 1.
 // Deadline. A wait that runs out of time leaves a fault record (signal.cuh), and sets `gave_up` of its direction: every
-//   wait of this rank returns from then on, the kernels end, and the host raises. Masked ranks are neither sent to nor
-//   waited for.
+//   wait of this rank returns from then on, the kernels end, and the host raises. Masked ranks (a bit of Common::alive
+//   is 0) are neither sent to nor waited for: masks.py.
 #pragma once
 #include "params.cuh"
 
@@ -23,12 +23,17 @@
 #define STAGED 3
 #define LEFT 4
 #define GAVE_UP 5
-#define TOKENS_SENT 6                     // as rows, so far: what `done` at the receivers will reach
+#define TOKENS_SENT 8                     // [MAX_RANKS] as rows to each rank, so far: what `done` there will reach
 
 // Flags in a header
 #define ROWS_AS_PACKETS 1u
 #define COMBINE_BY_PACKETS 2u
 #define CALL_DIGEST 0xffffff00u           // of the shape of the call, which has to be the same on all ranks
+
+// What a rank brings to a combine, told in the low half of `entered` and `ready`: signs.py
+#define SIGN_WEIGHTS (1u << 31)
+#define SIGN_NO_WEIGHTS (1u << 30)        // although it has rows
+#define SIGN_ROWS (SIGN_NO_WEIGHTS - 1)
 
 // Words of `meta`: rows of source s are those from word META_FIRST + s up to the next; bit s of META_PACKETS: s wants its
 // rows back as packets; my rows at rank r begin at word META_MINE + r and are word META_SENT + r many
@@ -49,6 +54,7 @@
 #define OVERFLOW 0xE0009
 #define DIFFERENT_CALL 0xE000A
 #define TOO_FEW_ROWS 0xE000B
+#define DIFFERENT_COMBINE 0xE000C
 
 DEVICE unsigned load_relaxed_sys(const unsigned* p) {
   unsigned v;
@@ -61,6 +67,13 @@ DEVICE unsigned load_early(const void* p) {
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+DEVICE uint64_t load_acquire_sys_64(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void store_release_sys_64(uint64_t* p, uint64_t v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+DEVICE void store_relaxed_sys_64(uint64_t* p, uint64_t v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void add_release_sys(unsigned* p, unsigned v) { asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
 // ---- deadlines ----
@@ -88,6 +101,8 @@ struct Patience {  // of one wait
     *(volatile unsigned*)(c.state + GAVE_UP) = 1;
     return true;
   }
+  // After that: time to look for a reason why it never comes.
+  DEVICE bool is_long() const { return looks >= 512 && !(looks & 63); }
 };
 
 // One thread. Returns when the flag has come (what was stored before it is then visible), or late.
@@ -95,6 +110,15 @@ DEVICE void wait_reached(const Common& c, const unsigned* flag, unsigned wanted,
   Patience patience;
   for (unsigned seen; (int)((seen = load_acquire_sys(flag)) - wanted) < 0;)
     if (patience.is_over(c, peer, what, 0, seen, wanted)) return;
+}
+
+// One thread. The same for a word that holds the number of a call in its high half; returns the word.
+DEVICE uint64_t wait_called(const Common& c, const uint64_t* word, unsigned e, unsigned peer, unsigned what) {
+  Patience patience;
+  uint64_t seen;
+  while ((int)((unsigned)((seen = load_acquire_sys_64(word)) >> 32) - e) < 0)
+    if (patience.is_over(c, peer, what, 0, (unsigned)(seen >> 32), e)) break;
+  return seen;
 }
 
 // ---- epochs ----
@@ -165,7 +189,9 @@ DEVICE void send_group(char* slot, int g, int size, const Group& v, unsigned e) 
   if (size > 2) store_packet(q + 1536, v.c.y, v.c.z, v.c.w, e);
 }
 
-DEVICE Group wait_group(const Common& c, char* slot, int g, int size, unsigned e, unsigned peer, unsigned what, unsigned token) {
+// hopeless()  asked now and then in a long wait: whether they will not come
+template <typename Hopeless>
+DEVICE Group wait_group(const Common& c, char* slot, int g, int size, unsigned e, unsigned peer, unsigned what, unsigned token, Hopeless hopeless) {
   const char* q = group_at(slot, g);
   Packet p0, p1, p2 = {0, 0, 0, e}, p3 = p2;
   Patience patience;
@@ -174,7 +200,7 @@ DEVICE Group wait_group(const Common& c, char* slot, int g, int size, unsigned e
     if (size > 1) p2 = load_packet(q + 1024);
     if (size > 2) p3 = load_packet(q + 1536);
     if (p0.tag == e && p1.tag == e && p2.tag == e && p3.tag == e) break;
-    if (patience.is_over(c, peer, what, token, p0.tag, e)) break;
+    if (patience.is_over(c, peer, what, token, p0.tag, e) || (patience.is_long() && hopeless())) break;
   }
   return {make_uint4(p0.x, p0.y, p0.z, p1.x), make_uint4(p1.y, p1.z, p2.x, p2.y), make_uint4(p2.z, p3.x, p3.y, p3.z)};
 }

@@ -82,6 +82,7 @@ struct Headers {  // in shared memory
   int first[MAX_RANKS + 1];        // my row that source s begins with
   int from_packets[MAX_RANKS + 1]; // the same, counting only rows that come as packets
   int mine[MAX_RANKS];             // the row that my own begin with at rank r
+  int missing;                     // 1: one has not come
 };
 DEVICE bool sends_packets(const Headers& h, int source) { return h.words[source][HEADER_FLAGS] & ROWS_AS_PACKETS; }
 DEVICE int rows_to(const Headers& h, int source, int rank) { return (int)h.words[source][HEADER_ROWS + rank]; }
@@ -106,6 +107,7 @@ DEVICE void receive_headers(const DispatchParams& p, Headers& h, unsigned e) {
       v = load_packet(q);
       if (v.tag == e || patience.is_over(c, source, WAIT_HEADER, 0, v.tag, e)) break;
     }
+    if (v.tag != e && is_alive(c, source)) h.missing = 1;
     if (v.tag != e) v = {0, 0, 0, 0};
     else if (k == 0) check_call(p, source, v.y);
     unsigned* words = h.words[source] + 3 * k;

@@ -6,7 +6,7 @@ order. What went wrong in a kernel (a peer that is late, too many rows) is raise
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int, c_void_p
 from typing import Any, TypeVar
 
@@ -19,15 +19,17 @@ from mori_shmem.targets.fault_record import CallFaults
 
 from mori_ep.again import Repeated
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
+from mori_ep.layout import Region
 from mori_ep.plan import Geometry, Plan
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import FP8_COMBINE_SCALE_DIM
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
-from mori_ep.targets.cuda import faults
+from mori_ep.targets.cuda import faults, masks
 from mori_ep.targets.cuda.experts import ExpertRows
 from mori_ep.targets.cuda.launch import CombineLaunch, DispatchLaunch, Maps
 from mori_ep.targets.cuda.layout import Layout
-from mori_ep.targets.cuda.params import BOTH, GAVE_UP, META_MINE, META_SENT, META_WORDS, SEND
+from mori_ep.targets.cuda.masks import Masks
+from mori_ep.targets.cuda.params import BOTH, META_MINE, META_SENT, META_WORDS, SEND, STATE_WORDS
 from mori_ep.targets.cuda.place import Place, blocks_of, tables_module
 
 _L = TypeVar("_L", DispatchLaunch, CombineLaunch)
@@ -84,7 +86,7 @@ class Runner:
         self._last: DispatchLaunch | CombineLaunch | None = None
         self._tokens = 0  # of the last dispatch
         self._copied_in = False  # the last combine copied rows into y, and no dispatch has come since: read?
-        self._alive = (1 << config.world_size) - 1
+        self._masks = Masks(comm, [self._words(layout.dispatch_state), self._words(layout.combine_state)])
 
     def _blocks(self) -> int:
         """Blocks of a grid: this rank's share of the SMs of its GPU."""
@@ -106,7 +108,7 @@ class Runner:
         return self._keep(CombineLaunch(self._place, shape))
 
     def _keep(self, launch: _L) -> _L:
-        launch.set_alive(self._alive)
+        launch.set_alive(self._masks.alive)
         self._launches.append(launch)
         return launch
 
@@ -266,29 +268,51 @@ class Runner:
 
     def masked(self) -> list[bool]:
         """By rank."""
-        return [not self._alive >> rank & 1 for rank in range(self._config.world_size)]
+        return self._masks.masked()
 
     def set_masked(self, rank: int, value: bool) -> None:
         """From the next call on: nothing is sent to the rank or awaited from it. Waits that an earlier call
         gave up are taken up again."""
-        self._alive = self._alive & ~(1 << rank) | (0 if value else 1 << rank)
+        if value:
+            self._leave_out([rank])
+        else:
+            self._masks.take_in(rank)
+            self._begin_again()
+
+    def take_all_in(self) -> None:
+        """All ranks together."""
+        self._masks.take_all_in()
+        self._begin_again()
+
+    def _leave_out(self, ranks: Sequence[int]) -> None:
+        self._masks.leave_out(ranks)
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """With the ranks that take part now, whatever has failed before."""
         self._faults.forgive()
         for launch in self._launches:
-            launch.set_alive(self._alive)
-        stream = int(self._raw_stream(self._device))
-        for state in (self._layout.dispatch_state, self._layout.combine_state):
-            driver.stream_fill(stream, self._place.mine(state) + 4 * GAVE_UP, 0, 1)
+            launch.set_alive(self._masks.alive)
+
+    def _words(self, state: Region) -> torch.Tensor:
+        return self._window.tensor((STATE_WORDS,), torch.int32, state.offset_bytes)
 
     def _check(self) -> None:
         """Raise what a kernel has left. An elastic op has then masked the rank, and can go on."""
         try:
             self._faults.check()
         except PeerError as error:
-            if self._config.elastic:
-                for peer in error.peers:
-                    if peer != self._config.rank:
-                        self.set_masked(peer, True)
-            raise
+            if not self._config.elastic:
+                raise
+            if self._masks.is_settled(error):
+                self._faults.forgive()
+                return
+            missing = self._masks.missing(error)
+            if not missing:  # its own blocks: nobody to go on without
+                raise
+            self._leave_out(missing)
+            torch.cuda.current_stream(self._device).synchronize()  # what was launched with them has ended
+            raise masks.named(error, missing) from error
 
 
 def _maps_of(routing: EpDispatchRoutingHandle) -> Maps:

@@ -6,28 +6,21 @@ from typing import NamedTuple
 
 import mori_shmem
 from mori_shmem.device.rows import RowCode, copy_ranges, quantize_rows, sum_rows
-from mori_shmem.errors import ArgumentError, CollectiveMismatch
+from mori_shmem.errors import ArgumentError
 from mori_shmem.settings import Snapshot
 
-from mori_ep import formats
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.layout import CALL_SHIFT, Layout
 from mori_ep.plan import Plan, Way
 from mori_ep.problem import WEIGHT_BYTES
 from mori_ep.settings import FP8_COMBINE_SCALE_DIM
+from mori_ep.signs import compare_signs, said_of_weights, sign_of
 from mori_ep.targets import CombineCall, CombineShape
 from mori_ep.targets.host.dispatch import NOT_HERE
 from mori_ep.targets.host.flags import Flags
 from mori_ep.targets.host.limits import KINDS, wire_for
 from mori_ep.targets.host.marks import Marks
 from mori_ep.targets.host.routes import Routes
-
-# The low half of `staged`: what a rank brings. With weights, or without any although it has rows; then the
-# dtype's code, then the hidden size. A rank that has received no rows may be given no weights where others
-# have some.
-SIGN_WEIGHTS, SIGN_NO_WEIGHTS, SIGN_DTYPE = 1 << 31, 1 << 30, 24
-MAX_HIDDEN = (1 << SIGN_DTYPE) - 1
-SIGN_ROWS = SIGN_NO_WEIGHTS - 1  # of it, what must be the same everywhere
 
 
 class CombineLaunch(NamedTuple):
@@ -201,41 +194,3 @@ class Combiner:
                 rows[rank] = block - first * pitch
                 weights[rank] = block + routes.sent[rank] * pitch - first * weight_pitch
         return rows, weights
-
-
-def sign_of(shape: CombineShape) -> int:
-    """Of the rows of a combine."""
-    return formats.CODES[shape.dtype] << SIGN_DTYPE | shape.hidden
-
-
-def said_of_weights(shape: CombineShape, num_received: int) -> int:
-    """What a rank says of its weights beside that."""
-    if shape.weights:
-        return SIGN_WEIGHTS
-    return SIGN_NO_WEIGHTS if num_received else 0
-
-
-def compare_signs(call: int, signs: list[tuple[int, int]]) -> None:
-    """(rank, sign) of all that are known here; the error names the first two that differ."""
-    said = 0
-    for _, sign in signs:
-        said |= sign
-    rows = {sign & SIGN_ROWS for _, sign in signs}
-    if len(rows) == 1 and not (said & SIGN_WEIGHTS and said & SIGN_NO_WEIGHTS):
-        return
-    rank, sign = min(signs)
-    if len(rows) > 1:
-        other, another = min((r, s) for r, s in signs if (s ^ sign) & SIGN_ROWS)
-    else:
-        rank, sign = min((r, s) for r, s in signs if s & SIGN_WEIGHTS)
-        other, another = min((r, s) for r, s in signs if s & SIGN_NO_WEIGHTS)
-    raise CollectiveMismatch(
-        f"combine {call}: rank {rank} brings {sign_text(sign)}, rank {other} {sign_text(another)}: all ranks "
-        "must combine rows of one kind, with weights or without"
-    )
-
-
-def sign_text(sign: int) -> str:
-    dtype = formats.DTYPES[sign >> SIGN_DTYPE & 0x3F]
-    weights = "with" if sign & SIGN_WEIGHTS else "without"
-    return f"[*, {sign & MAX_HIDDEN}] {formats.names([dtype])} {weights} weights"

@@ -54,8 +54,9 @@ from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.layout import Layout
 from mori_ep.plan import Geometry, Plan
 from mori_ep.routing import EpDispatchRoutingHandle
+from mori_ep.signs import MAX_HIDDEN
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
-from mori_ep.targets.host.combine import MAX_HIDDEN, CombineLaunch, Combiner
+from mori_ep.targets.host.combine import CombineLaunch, Combiner
 from mori_ep.targets.host.dispatch import Dispatcher, DispatchLaunch
 from mori_ep.targets.host.experts import ExpertRows
 from mori_ep.targets.host.flags import Flags
@@ -175,3 +176,6 @@ class Runner:
 
     def set_masked(self, rank: int, value: bool) -> None:
         self._flags.mask([rank], value)
+
+    def take_all_in(self) -> None:
+        self._flags.mask(range(self._config.world_size), False)
