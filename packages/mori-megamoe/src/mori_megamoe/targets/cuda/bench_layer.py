@@ -39,6 +39,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "direct": None,
     "fused": {},
     "fused, ready first": {"order": "ready-first"},
+    "copies": {"mover": "copies"},
+    "copies, packed in launch": {"mover": "copies", "gemm1": "in-launch"},
 }
 
 
