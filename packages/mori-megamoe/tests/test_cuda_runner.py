@@ -301,7 +301,10 @@ def test_what_the_cuda_target_refuses(emulated: None, monkeypatch: pytest.Monkey
             for given, error, words in REFUSED:
                 with pytest.raises(error, match=words):
                     MegaMoEStage1Sdma(moe, **given)
-            moe(x, weights, ids)
+            before = moe(x, weights, ids).clone()
+            alone = MegaMoEStage1Sdma(moe, mover="copies", gemm1="7001", scale_mode="ldsw").install()
+            assert torch.equal(moe(x, weights, ids), before)  # one rank has nobody to copy to
+            alone.uninstall()
             moe.weights.w1.add_(0)  # another version
             monkeypatch.setattr(EmulatedKernels, "is_capturing", True)
             with pytest.raises(MoriError, match="weights that are new, or were changed in place"):
@@ -324,6 +327,7 @@ gpus = pytest.mark.parametrize(
     "world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)], ids="{}-ranks".format
 )
 Outputs = list[torch.Tensor]
+# The last has room in its slots for an even router's rows only: of a random one some are stored.
 MODES: tuple[dict[str, Any] | None, ...] = (
     None,
     {},

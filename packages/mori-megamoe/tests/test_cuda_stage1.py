@@ -187,6 +187,24 @@ def test_copy_engines_bring_the_baselines_bytes(
     assert all(0 < moved <= came for moved, came in went)
 
 
+def test_a_kernel_ends_when_all_slots_have_come_the_empty_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that came later would be taken for the next call's."""
+    monkeypatch.setattr(slots, "PutProgram", EmulatedProgram)
+    sizes = SlotSizes.of(SHAPE, 1)
+    ranks = Ranks(SHAPE, slots=sizes, delay_s=lambda: 0.05)
+    weights, _ = weights_by_rank(SHAPE)
+    calls = [random_call(SHAPE, 0, rank) for rank in range(2)]
+    ranks.each(lambda rank: ranks.plan_only(rank, calls[rank]))
+    for copies in ranks.copies:
+        copies.enqueue(0)
+    ranks.stage1(0, calls[0], weights[0], ranks.buffers(0), LIMIT, "signals")
+    came = ranks.slot_parts[0][sizes.offsets()[0]["came"] :][: 8 * sizes.number].view(torch.int64)
+    assert came.tolist() == [1, 1]
+    assert ranks.fault(0)["code"] == 0
+    for copies in ranks.copies:
+        copies.join()
+
+
 def test_slots_hold_what_an_even_router_sends_and_no_more_than_there_can_be() -> None:
     pro = Shape(2, 7168, 3072, num_experts=96, topk=6, max_tokens=8192, body="R")
     sizes = SlotSizes.of(pro)

@@ -1,7 +1,8 @@
-"""The layer on GPUs of one host: every phase is a kernel or two on the caller's stream. Not yet run on a GPU.
+"""The layer on GPUs of one host: every phase is a kernel or two on the caller's stream.
 
     prepare    prepare              plan of the call, from everybody's counts; my operand rows   plan.cuh
     Stage1     dispatch, gemm1      or one kernel that does both                      send.cuh, gemm1.cu
+               pack, stage1         the same, with copy engines beside it             slots.cuh
     stage2     hidden, gemm2        hidden rows for GEMM2; weighted rows to their tokens' ranks  gemm2.cu
     combine    combine              wait for everybody's weighted rows; sum                     combine.cu
 

@@ -87,7 +87,7 @@ class SlotSizes:
         for name, nbytes in sizes.items():
             offsets[name] = offset
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return offsets, offset
+        return offsets, max(offset, _ALIGNMENT)  # of one rank too, which has no slots
 
     def index(self, me: int, rank: int, slot: int) -> int:
         """Among the slots of rank `me`, of one to (or from) another rank."""

@@ -6,7 +6,8 @@ CopyEngines    what MegaMoEStage1Sdma puts in: one kernel, some of whose blocks 
                they pack them into slots of a fixed size (or a kernel on all SMs before does), copy engines
                carry the slots, and they move what comes to where it lands (slots.cuh)
 
-What the host target's options mean here: each that has no meaning is refused, with a reason.
+What the host target's options mean here: README.md has a table. What has no meaning is refused, with a
+reason.
 """
 
 from __future__ import annotations
