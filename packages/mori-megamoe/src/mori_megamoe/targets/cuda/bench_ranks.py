@@ -76,10 +76,10 @@ def slots_line(options: Options, world_size: int, tokens: int) -> str:
         body=options.body,
     )
     sizes = SlotSizes.of(shape)
-    even = tokens * TOPK * (world_size - 1) // world_size * shape.row_bytes
+    even = tokens * TOPK * (world_size - 1) // world_size * shape.row_bytes / 1e6
     return (
         f"copies: {sizes.per_rank} slots of {sizes.experts} experts x {sizes.rows_for(tokens)} rows to each "
-        f"rank, {sizes.sent_bytes(tokens) / 1e6:.0f} MB from a rank; an even router's rows are {even / 1e6:.0f} MB"
+        f"rank, {sizes.sent_bytes(tokens) / 1e6:.0f} MB from a rank; an even router's rows are {even:.0f} MB"
     )
 
 
