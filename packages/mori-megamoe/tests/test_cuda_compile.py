@@ -18,7 +18,14 @@ from mori_shmem.jit.compilers import Compiler, CompilerMissing, compiler_named
 CUDA = Path(cuda.__file__).parent
 # Of 384 threads; then setmaxnreg gives consumers 240 and the others 24 (R), or 232 and 40 (A).
 GEMM_REGISTERS = 168
-SHARED_BYTES = {(0, 128): 223488, (0, 64): 146688, (1, 128): 225568, (1, 64): 165152}  # by BODY and rows
+SHARED_BYTES = {  # by BODY and rows
+    (0, 128): 223488,
+    (0, 64): 146688,
+    (0, 32): 108288,
+    (1, 128): 225568,
+    (1, 64): 165152,
+    (1, 32): 134944,
+}
 MOST_SHARED_BYTES = 232448  # of a block on sm_90
 # Registers at most; without spills. Found: prepare 64, operand_rows 40, dispatch 115, pack 111, hidden 32,
 # combine 47.

@@ -76,8 +76,24 @@ def test_more_weights_and_k_than_one_item(device: str, body: str) -> None:
 
 
 @on_both
-def test_tiles_of_64_rows(device: str) -> None:
-    check(Problem([70, 1], tile_rows=64), device)
+@bodies
+@pytest.mark.parametrize("tile_rows", [64, 32])
+def test_smaller_tiles_give_the_same_bits(device: str, body: str, tile_rows: int) -> None:
+    """A row's sums and codes do not depend on how many rows are multiplied at a time."""
+    counts, found = [70, 0, 1], []
+    for rows in (128, tile_rows):
+        problem = Problem(counts, tile_rows=rows, body=body)
+        check(problem, device)
+        weights, _ = weights_of(problem, device)
+        real = problem.real
+        inputs = Problem(counts, body=body).inputs()
+        here = tuple(torch.zeros(problem.rows, *part.shape[1:], dtype=part.dtype) for part in inputs)
+        for part, given in zip(here, inputs, strict=True):
+            part[real] = given[Problem(counts, body=body).real]
+        found.append((real, run(problem, weights, (here[0], here[1]), device)))
+    (wide_real, wide), (real, small) = found
+    assert torch.equal(wide.sums[wide_real], small.sums[real])
+    assert torch.equal(wide.buffers.out[wide_real], small.buffers.out[real])
 
 
 @on_both

@@ -192,7 +192,7 @@ def test_the_layers_bytes_are_the_host_targets(
 ) -> None:
     """Two ranks; an odd number of 256 columns; two calls through the same memory, in the second a rank has
     no tokens. Ids of no expert add nothing, and what lay in the way of rows before does not matter."""
-    shape = Shape(2, 768, 256, 4, topk=2, max_tokens=16, body=body, tile_rows=64, partials=partials)
+    shape = Shape(2, 768, 256, 4, topk=2, max_tokens=16, body=body, tile_rows=32, partials=partials)
     logical = logical_weights(shape, sparse=True)
     stored = [of_rank(shape, logical, rank) for rank in range(2)]
     weights = [prepared(shape, part) for part in stored]

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,7 +244,7 @@ def test_stage1_alone_says_where_its_rows_are(emulated: None) -> None:
         with layer_of(comm, stored[comm.rank]) as moe:
             found = moe.stage1_only(*inputs[comm.rank])
             plan = found.launch.plan
-            assert len(found.hidden) == plan.num_rows == 128 * len(plan.tiles)
+            assert len(found.hidden) == plan.num_rows == 32 * len(plan.tiles)
             assert sum(section.rows for section in plan.sections) == rows_of[comm.rank]
             return [tile.expert for tile in plan.tiles], found.hidden.shape, moe(*inputs[comm.rank]).clone()
 
@@ -251,6 +252,24 @@ def test_stage1_alone_says_where_its_rows_are(emulated: None) -> None:
     named = {int(e) for given in inputs for e in given.ids.flatten() if e >= 0}
     assert sorted(got[0][0] + got[1][0]) == sorted(named)
     assert all(out.float().abs().max() > 0 for _, _, out in got)
+
+
+def test_the_sizes_of_a_layer_and_its_tiles_change_no_byte(emulated: None) -> None:
+    """Tiles of 32, 64 and 128 rows."""
+    stored = [of_rank(SHAPE, logical_weights(SHAPE, sparse=True), rank) for rank in range(2)]
+    inputs = exact_inputs((7, 3), 5)
+
+    def rank(comm: Any) -> list[tuple[int, torch.Tensor]]:
+        found = []
+        for max_tokens in (16, 64, 128):
+            with layer_of(comm, stored[comm.rank], max_tok_per_rank=max_tokens) as moe:
+                tile_rows = moe.stage1_only(*inputs[comm.rank]).launch.plan.block_m
+                found.append((tile_rows, moe(*inputs[comm.rank]).clone()))
+        return found
+
+    for found in EmulatedRanks(2).run(rank):
+        assert [tile_rows for tile_rows, _ in found] == [32, 64, 128]
+        assert all(torch.equal(out, found[0][1]) for _, out in found)
 
 
 REFUSED: tuple[tuple[dict[str, Any], type[MoriError], str], ...] = (
@@ -400,6 +419,38 @@ def test_every_mode_gives_the_same_bytes_and_they_are_near_the_reference(
         for number in range(2):
             if len(want[number][rank].out):
                 assert reference.rel_l2(by_mode[0][number], want[number][rank].out) < 0.02
+
+
+def layers_of_several_sizes(toy: Toy, inputs: Sequence[RankInput]) -> list[tuple[int, list[torch.Tensor]]]:
+    """One rank: the same tokens through layers for more and more of them, in each mode."""
+    found = []
+    with mori_shmem.init("cuda", timeout_s=20) as comm:
+        torch.cuda.set_device(comm.device)
+        weights = StoredWeights(*[part.to(comm.device) for part in toy.weights(comm.rank)])
+        given = [part.to(comm.device) for part in inputs[comm.rank]]
+        for max_tokens in (16, 64, 256):
+            with replace(toy, max_tokens=max_tokens).layer(comm, **weights._asdict()) as moe:
+                tile_rows = moe.stage1_only(*given).launch.plan.block_m
+                outs = [moe(*given).cpu()]
+                for order in ("expert", "ready-first"):
+                    stage = MegaMoEStage1Sdma(moe, order=order).install()
+                    outs.append(moe(*given).cpu())
+                    stage.uninstall()
+                comm.barrier()
+            found.append((tile_rows, outs))
+    return found
+
+
+@gpus
+@pytest.mark.parametrize("body", ["R", "A"])
+def test_on_gpus_too(world_size: int, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MORI_MEGAMOE_BODY", body)
+    toy = toy_for(world_size, "bf16")
+    inputs = toy.inputs([9 + r for r in range(world_size)], 3)
+    for found in mori_shmem.run_ranks(layers_of_several_sizes, world_size, toy, inputs, timeout_s=240):
+        assert len({tile_rows for tile_rows, _ in found}) == 3
+        for _, outs in found:
+            assert all(wrong_rows(out, found[0][1][0]) == [] for out in outs)
 
 
 def rank_1_stays_away(toy: Toy, inputs: Sequence[RankInput]) -> str:

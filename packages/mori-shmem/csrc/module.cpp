@@ -32,4 +32,5 @@ PYBIND11_MODULE(_core, m) {
   python::bind_queues(m);
   python::bind_rocm(m);
   python::bind_rows(m);
+  python::bind_repeated(m);
 }

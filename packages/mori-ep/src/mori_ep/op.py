@@ -34,6 +34,7 @@ from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError, ClosedError, MoriError, UnsupportedShape
 
 from mori_ep import checks, formats
+from mori_ep.again import Again
 from mori_ep.arguments import check_dtype, check_flag, check_index, check_whole
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.keys import PHASES
@@ -85,6 +86,7 @@ class EpDispatchCombineOp(StandardMoe):
         self._closed = False
         self._broken: BaseException | None = None
         self._lock = threading.Lock()
+        self._again = Again(self)
         self._window: mori_shmem.Window | None = None
         try:
             self._construct(comm)
@@ -145,12 +147,16 @@ class EpDispatchCombineOp(StandardMoe):
         indices  # [n, k] int32: global expert ids; -1, or any id that no rank has: the slot goes nowhere
         routing  # a handle: rows go where they went in that dispatch, which had the same n (all ranks replay)
         """
+        asked = (block_num, rdma_block_num, warp_per_block)
         if call_local_expert_count is not False or return_routing is not False:
             checks.check_options(
                 call_local_expert_count=call_local_expert_count, return_routing=return_routing
             )
             checks.check_keeps_routing(self.config, bool(return_routing))
-        asked = (block_num, rdma_block_num, warp_per_block)
+        elif asked == UNASKED and routing is None:
+            repeated = self._again.dispatch(input, weights, scales, indices)
+            if repeated is not None:
+                return repeated
         shape = self._dispatch_shape("dispatch", input, weights, scales, indices, asked, routing)
         n: int = input.shape[0]
         with self._turns["dispatch"]:
@@ -163,6 +169,8 @@ class EpDispatchCombineOp(StandardMoe):
             if call_local_expert_count:
                 self._runner.count_experts(self.local_expert_count)
             handle = self._routing() if return_routing else routing
+            if handle is None and asked == UNASKED:
+                self._again.after_dispatch(prepared, shape, call)
         results = prepared.results or self._calls.dispatch_views(shape)
         if handle is not None:
             results = (*results[:4], handle.recv_count)
@@ -235,6 +243,10 @@ class EpDispatchCombineOp(StandardMoe):
         if call_reset is not False:
             checks.check_options(call_reset=call_reset)
         asked = (block_num, rdma_block_num, warp_per_block)
+        if asked == UNASKED and routing is None:
+            repeated = self._again.combine(use_external_inp_buf, input, weights, indices)
+            if repeated is not None:
+                return repeated
         return self._combine("combine", input, weights, indices, asked, use_external_inp_buf, routing)
 
     def combine_send(
@@ -294,6 +306,7 @@ class EpDispatchCombineOp(StandardMoe):
                 f"rank={described(rank)} cannot be masked here: allowed are ranks from 0 to "
                 f"{self.config.world_size - 1}, but for this one, {self.config.rank}"
             )
+        self._again.forget()
         self._runner.set_masked(rank, check_flag("masked", masked))
 
     def query_mask(self) -> torch.Tensor:
@@ -304,6 +317,7 @@ class EpDispatchCombineOp(StandardMoe):
     def clean_mask(self) -> None:
         """Take all ranks in again."""
         self._check_elastic()
+        self._again.forget()
         for rank in range(self.config.world_size):
             if rank != self.config.rank:
                 self._runner.set_masked(rank, False)
@@ -342,6 +356,7 @@ class EpDispatchCombineOp(StandardMoe):
         self._check_usable()
         checks.check_by_hand(geometry)
         self.rules.take(geometry)
+        self._again.forget()
         self._calls.tune_again()
 
     # ---- life ----
@@ -364,6 +379,7 @@ class EpDispatchCombineOp(StandardMoe):
     def close(self) -> None:
         """Give the window back. Local; twice is fine. Tensors over it stay readable."""
         self._closed = True
+        self._again.forget()
         if self._window is not None:
             self._window.close()
         if self._owned is not None:
@@ -417,6 +433,8 @@ class EpDispatchCombineOp(StandardMoe):
             call = self._calls.launched(call, prepared, asked)
             if what == "combine":
                 self._runner.combine(prepared.launch, call)
+                if routing is None and asked == UNASKED:
+                    self._again.after_combine(prepared, shape, call, indices, use_external_inp_buf)
             else:
                 self._runner.combine_send(prepared.launch, call)
                 self._half = "combine_recv"

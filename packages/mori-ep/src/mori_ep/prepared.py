@@ -18,11 +18,12 @@ import torch
 from mori_shmem.settings import Snapshot
 
 from mori_ep import checks
+from mori_ep.again import Repeated
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.plan import PLANNED, Geometry
 from mori_ep.rules import Rules
 from mori_ep.settings import CHECK_IDS, DISABLE_VIEW_CACHE
-from mori_ep.targets import CombineCall, CombineShape, DispatchShape, Runner
+from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape, Runner
 
 UNASKED = (-1, -1, -1)  # blocks, network blocks, warps: as planned
 _MOST_KINDS = 4096  # of calls that are remembered as checked
@@ -119,6 +120,12 @@ class PreparedCalls:
             view("recv_count", (1,), torch.int32),
         )
 
+    def repeated_dispatch(self, prepared: Prepared, call: DispatchCall) -> Repeated | None:
+        """A function for dispatches like this one, if there may be one."""
+        if prepared.results is None or self._checks_ids:
+            return None
+        return self._runner.repeated_dispatch(prepared.launch, call, prepared.results)
+
     def _prepare_dispatch(self, shape: DispatchShape) -> Prepared:
         launch = self._runner.prepare_dispatch(shape)
         results = self.dispatch_views(shape) if self._caches_views else None
@@ -170,6 +177,14 @@ class PreparedCalls:
             self._runner.view("result_weights", (tokens, topk), torch.float32) if shape.weights else None
         )
         return self._runner.view("result", (tokens, shape.hidden), shape.dtype), weights
+
+    def repeated_combine(
+        self, prepared: Prepared, call: CombineCall, indices: torch.Tensor
+    ) -> Repeated | None:
+        """A function for combines like this one, if there may be one."""
+        if prepared.results is None:
+            return None
+        return self._runner.repeated_combine(prepared.launch, call, indices, prepared.results)
 
     def _prepare_combine(self, shape: CombineShape) -> Prepared:
         launch = self._runner.prepare_combine(shape)

@@ -37,6 +37,10 @@ class Turn:
                 "other, "
                 "in the same order on every rank; use one op per thread"
             )
+        if self._what == "combine":
+            op._again.forget_combine()
+        else:
+            op._again.forget()
         if op._closed or op._broken is not None or op._half != self._due:
             try:
                 self.check()  # which raises
@@ -63,8 +67,10 @@ class Turn:
         op = self._op
         if op.trace is not None:
             self._record(op.trace)
-        if error is not None and not (isinstance(error, ArgumentError) or op.config.elastic):
-            op._broken = error
+        if error is not None:
+            op._again.forget()
+            if not (isinstance(error, ArgumentError) or op.config.elastic):
+                op._broken = error
         op._lock.release()
 
     def _record(self, trace: Trace) -> None:

@@ -20,6 +20,7 @@ void bind_fabric(py::module_& m);
 void bind_queues(py::module_& m);
 void bind_rocm(py::module_& m);
 void bind_rows(py::module_& m);
+void bind_repeated(py::module_& m);
 
 struct Span {  // bytes of a window, through the buffer protocol
   std::shared_ptr<const Mapping> mapping;

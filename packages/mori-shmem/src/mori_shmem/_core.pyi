@@ -14,7 +14,7 @@ Every call that may block or copy releases the GIL, and a blocked one answers Ct
 by several threads. After a fork the child gets CoreError "forked" from all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
 Comparison = Literal["<", "<=", "==", "!=", ">=", ">"]
@@ -94,6 +94,21 @@ def sum_rows(
 def quantize_rows(out: int, rows: int, num_rows: int, code: _Code) -> None: ...
 def row_bytes(code: _Code) -> int: ...
 def count_ids(ids: int, num_ids: int, first: int, num: int, counts: int) -> None: ...
+def repeated_launch(
+    tensors: Sequence[tuple[type, object, int, Sequence[int], int, int] | None],
+    launch: Sequence[int],
+    owner: object,
+    result: object,
+    fault: int,
+    device: int,
+    current_device: Callable[[], int],
+    current_stream: Callable[[int], int],
+) -> Callable[..., object]:
+    """See jit/repeated.py. tensors: type, dtype, device, shape, where its address goes, the address it must
+    have (0: any). launch: addresses of cuLaunchKernelEx, its configuration, the function, the arguments, and
+    the stream in the configuration, all held by `owner`. fault: of a word that is 0 while nothing is to be
+    raised."""
+
 def describe_packet(packet: bytes) -> dict[str, Any]:
     """The packet that starts at these bytes: packet (its name), reason ("ok", or why it is malformed),
     num_dwords and the fields func, dst, src, nbytes, value, compare."""

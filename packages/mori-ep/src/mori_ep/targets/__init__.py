@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from mori_shmem.errors import TransportInert
 
+from mori_ep.again import Repeated
 from mori_ep.plan import PLANNED, Geometry
 from mori_ep.problem import RowFormat
 from mori_ep.routing import EpDispatchRoutingHandle
@@ -99,6 +100,19 @@ class Runner(Protocol):
     def combine_send(self, launch: Any, call: CombineCall) -> None: ...
 
     def combine_recv(self) -> None: ...
+
+    def repeated_dispatch(self, launch: Any, call: DispatchCall, results: object) -> Repeated | None:
+        """For a dispatch that is over: a function of (x, weights, scales, indices) that makes another like it
+        and returns `results`, or does nothing and returns None where it is not like it or something is to be
+        raised. None: this target has no shorter way."""
+
+    def repeated_combine(
+        self, launch: Any, call: CombineCall, indices: torch.Tensor, results: object
+    ) -> Repeated | None:
+        """The same of a combine: a function of (rows, weights, indices)."""
+
+    def dispatched_again(self) -> None:
+        """A dispatch has been repeated."""
 
     def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The region y, for a caller who fills it whenever no call is under way: from now on no combine that

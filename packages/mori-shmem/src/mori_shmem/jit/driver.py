@@ -160,6 +160,18 @@ class PreparedLaunch:
         if code:
             _check(_library(), f"cuLaunchKernelEx({self._function.name})", code)
 
+    def addresses(self) -> list[int]:
+        """For who launches it in C: cuLaunchKernelEx, its configuration, the function, the arguments, and
+        where the stream is in the configuration. They are good as long as this object is there."""
+        self._stream = None  # unknown from now on
+        config = ctypes.addressof(self._config)
+        function = self._function.handle.value or 0
+        stream = config + _LaunchConfig.stream.offset
+        return [
+            *(ctypes.cast(self._launch, c_void_p).value or 0, config, function),
+            *(ctypes.addressof(self._pointers), stream),
+        ]
+
 
 _THREAD_LOCAL = 1  # other threads may go on allocating while this one records
 

@@ -18,9 +18,10 @@ import torch
 from mori_shmem.errors import ArgumentError, LayoutError, UnsupportedShape
 from mori_shmem.jit import driver
 
+from mori_ep.again import Repeated
 from mori_ep.grids import Grid, combine_grid, dispatch_grid
 from mori_ep.plan import PLANNED, Geometry
-from mori_ep.targets import CombineShape, DispatchShape
+from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
 from mori_ep.targets.cuda import limits
 from mori_ep.targets.cuda.params import (
     BOTH,
@@ -31,6 +32,7 @@ from mori_ep.targets.cuda.params import (
     CombineParams,
     Common,
     DispatchParams,
+    RowArrays,
     RowShape,
     row_shape,
     slot_bytes,
@@ -162,6 +164,17 @@ class DispatchLaunch:
         made.launch(stream)
         return tokens
 
+    def repeated(self, call: DispatchCall, results: object) -> Repeated | None:
+        """For dispatches like the one launched last."""
+        given = (call.x, call.weights, call.scales, call.indices)
+        assert self._prepared is not None
+        if not self.params.shape.aligned and self._whole_tail:
+            return None
+        base = ctypes.addressof(self.params) + DispatchParams.input.offset
+        fields = (RowArrays.payload, RowArrays.weights, RowArrays.scales, RowArrays.ids)
+        places = [(base + field.offset, 0) for field in fields]
+        return self._place.repeated(self._prepared, given, places, results)
+
     def receive(self, stream: int) -> None:
         """The second half of what was launched last."""
         assert self._prepared is not None
@@ -266,6 +279,17 @@ class CombineLaunch:
         if phases != self._phases:
             words.phases.value = self._phases = phases
         made.launch(stream)
+
+    def repeated(self, call: CombineCall, indices: torch.Tensor, results: object) -> Repeated | None:
+        """For combines like the one launched last."""
+        assert self._prepared is not None
+        base = ctypes.addressof(self.params)
+        fields = (CombineParams.y, CombineParams.weights)
+        places = [(base + field.offset, 0) for field in fields]
+        if self.shape.registered:
+            places[0] = (places[0][0], self._registered)
+        given = (call.rows, call.weights, indices)
+        return self._place.repeated(self._prepared, given, [*places, (0, 0)], results)
 
     def receive(self, stream: int) -> None:
         """The second half of what was launched last."""

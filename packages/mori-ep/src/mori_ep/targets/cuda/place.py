@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from mori_shmem.jit import build, driver
+from mori_shmem.jit.repeated import Repeated, repeated
 
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.layout import Region
@@ -47,6 +48,16 @@ class Place:
         if low_latency < 0:
             return tokens <= limits.most_combine_packets(self.config, self.config.row_bytes)
         return bool(low_latency) and tokens <= limits.room_for_combine_packets(self.config, self.few)
+
+    def repeated(
+        self,
+        launch: driver.PreparedLaunch,
+        tensors: Sequence[torch.Tensor | None],
+        places: Sequence[tuple[int, int]],
+        results: object,
+    ) -> Repeated | None:
+        """Calls like the one that was launched."""
+        return repeated(launch, tensors, places, results, fault=self.fault, device=self.device)
 
     def common(self, state: Region, nbytes: int) -> Common:
         """The arguments that all kernels of a direction have in common, but for those of a call."""

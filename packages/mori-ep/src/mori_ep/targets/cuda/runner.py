@@ -17,6 +17,7 @@ from mori_shmem.jit import driver
 from mori_shmem.settings import Snapshot
 from mori_shmem.targets.fault_record import CallFaults
 
+from mori_ep.again import Repeated
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_ep.plan import Geometry, Plan
 from mori_ep.routing import EpDispatchRoutingHandle
@@ -153,6 +154,20 @@ class Runner:
         # caller fills the buffer again: every registered combine is guarded.
         launch.launch(self._stream(), rows, weights, num_tokens, maps, registered, geometry, phases)
         self._last, self._copied_in = launch, not registered
+
+    def repeated_dispatch(
+        self, launch: DispatchLaunch, call: DispatchCall, results: object
+    ) -> Repeated | None:
+        """One launch with other addresses."""
+        return None if self._in_halves else launch.repeated(call, results)
+
+    def repeated_combine(
+        self, launch: CombineLaunch, call: CombineCall, indices: torch.Tensor, results: object
+    ) -> Repeated | None:
+        return None if self._in_halves else launch.repeated(call, indices, results)
+
+    def dispatched_again(self) -> None:
+        self._copied_in = False
 
     def combine_send(self, launch: CombineLaunch, call: CombineCall) -> None:
         """With AsyncLL, the kernel's sending half."""

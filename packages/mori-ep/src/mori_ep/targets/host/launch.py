@@ -134,6 +134,15 @@ class Runner:
 
     # ---- combine ----
 
+    def repeated_dispatch(self, launch: DispatchLaunch, call: DispatchCall, results: object) -> None:
+        """A call is more than a launch here."""
+
+    def repeated_combine(
+        self, launch: CombineLaunch, call: CombineCall, indices: torch.Tensor, results: object
+    ) -> None: ...
+
+    def dispatched_again(self) -> None: ...
+
     def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         self._combiner.lend_input()
         return self.view("y", shape, dtype)

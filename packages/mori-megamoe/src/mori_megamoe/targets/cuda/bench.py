@@ -1,7 +1,7 @@
-"""GEMM1 + SwiGLU + requantise on one GPU, bodies R and A, beside what torch and Triton do. Not yet run on a
-GPU.
+"""GEMM1 + SwiGLU + requantise on one GPU, bodies R and A, beside what torch and Triton do.
 
     python -m mori_megamoe.targets.cuda.bench [--shape v4_pro|flash] [--tokens 2048,4096,8192] [--rounds 7]
+        [--tile-rows 128]
 
 How it measures: all cases in one process, in a random order in each round, three launches between two events
 each; the median over the rounds (loop), and once more a single launch behind a pause of 30 ms (single: the
@@ -29,13 +29,14 @@ import torch
 
 from mori_megamoe import mx
 from mori_megamoe.targets.cuda.gemm1 import Buffers, Gemm1
+from mori_megamoe.targets.cuda.limits import TILE_ROWS
 from mori_megamoe.targets.cuda.operand_rows import OperandRows
 from mori_megamoe.targets.cuda.tiles import HostTile, TileArrays
 from mori_megamoe.targets.cuda.triton_baseline import grouped_dot_scaled
 from mori_megamoe.targets.cuda.weights import prepare_weights
 
 SHAPES = {"v4_pro": (7168, 3072, 48), "flash": (4096, 2048, 32)}
-TOPK, TILE_ROWS, LIMIT, DISTINCT = 6, 128, 10.0, 2
+TOPK, LIMIT, DISTINCT = 6, 10.0, 2
 # Loop medians of the prototype that this kernel grew out of, on an H200: to be reached.
 PROTOTYPE_US = {
     ("v4_pro", "A"): {2048: 1910, 4096: 3451, 8192: 6438},
@@ -83,21 +84,22 @@ class Rows:
     """Routed rows, expert after expert, padded to tiles."""
 
     counts: list[int]
+    tile_rows: int
     tiles: list[HostTile]
     codes: torch.Tensor  # [rows, D] uint8 e4m3
     scales: torch.Tensor  # [rows, D / 32] uint8
 
     @classmethod
-    def random(cls, tokens: int, experts: int, model_dim: int) -> Rows:
+    def random(cls, tokens: int, experts: int, model_dim: int, tile_rows: int) -> Rows:
         generator = torch.Generator().manual_seed(3)
         likely = torch.exp(0.25 * torch.randn(experts, generator=generator))
         chosen = torch.multinomial(likely, tokens * TOPK, replacement=True, generator=generator)
         counts = torch.bincount(chosen, minlength=experts).tolist()
         tiles: list[HostTile] = []
         for expert, count in enumerate(counts):
-            for _ in range(0, count, TILE_ROWS):
-                tiles.append(HostTile(expert, len(tiles) * TILE_ROWS, len(tiles) * TILE_ROWS))
-        rows = len(tiles) * TILE_ROWS
+            for _ in range(0, count, tile_rows):
+                tiles.append(HostTile(expert, len(tiles) * tile_rows, len(tiles) * tile_rows))
+        rows = len(tiles) * tile_rows
         on_gpu = torch.Generator("cuda").manual_seed(1)
         x = torch.randn(min(rows, 8192), model_dim, device="cuda", generator=on_gpu)
         x *= 0.5 + torch.rand(len(x), 1, device="cuda", generator=on_gpu)
@@ -105,6 +107,7 @@ class Rows:
         repeat = -(-rows // len(x))
         return cls(
             counts,
+            tile_rows,
             tiles,
             codes.repeat(repeat, 1)[:rows].contiguous(),
             scales.to(torch.uint8).repeat(repeat, 1)[:rows].contiguous(),
@@ -132,8 +135,8 @@ def our_cases(body: str, weights: Weights, rows: Rows, inter_dim: int) -> tuple[
         operand, row_scale, codes(count, inter_dim), codes(count, columns), codes(count * columns)
     )
     made = OperandRows(body, rows.codes.view(torch.float8_e4m3fn), rows.scales, operand, row_scale)
-    tiles = TileArrays.of_plan(rows.tiles, inter_dim // 256, TILE_ROWS, "cuda")
-    gemm = Gemm1(prepared, buffers, tiles, limit=LIMIT, tile_rows=TILE_ROWS)
+    tiles = TileArrays.of_plan(rows.tiles, inter_dim // 256, rows.tile_rows, "cuda")
+    gemm = Gemm1(prepared, buffers, tiles, limit=LIMIT, tile_rows=rows.tile_rows)
     made.launch(torch.cuda.current_stream().cuda_stream)
     passes = "rebase rows" if body == "R" else "rows to bf16"
     return {
@@ -161,7 +164,7 @@ def other_cases(weights: Weights, rows: Rows, inter_dim: int, *, triton: bool) -
             x8, w8.t(), by_block, w_by_block, out_dtype=torch.bfloat16
         ),
     }
-    if triton:
+    if triton and rows.tile_rows == 128:
         out = torch.empty(len(rows.codes), n, dtype=torch.bfloat16, device="cuda")
         experts = torch.tensor([tile.expert for tile in rows.tiles], dtype=torch.int32, device="cuda")
         cases["Triton dot_scaled"] = lambda: grouped_dot_scaled(
@@ -176,7 +179,7 @@ def error_of(weights: Weights, rows: Rows, buffers: Buffers) -> float:
     errors = []
     for tile in (rows.tiles[0], rows.tiles[-1]):
         before = sum(t.expert == tile.expert and t.row_base < tile.row_base for t in rows.tiles)
-        real = min(TILE_ROWS, rows.counts[tile.expert] - before * TILE_ROWS)
+        real = min(rows.tile_rows, rows.counts[tile.expert] - before * rows.tile_rows)
         here = slice(tile.row_base, tile.row_base + real)
         x = mx.decode_e4m3(rows.codes[here], torch.float64)
         x = x * mx.decode_e8m0(rows.scales[here], torch.float64).repeat_interleave(32, dim=1)
@@ -218,10 +221,10 @@ def measure(cases: dict[str, Launch], rounds: int) -> dict[str, tuple[list[float
     return {name: (loop[name], statistics.median(single[name])) for name in cases}
 
 
-def bench(shape: str, tokens: int, weights: Weights, rounds: int, *, triton: bool) -> bool:
+def bench(shape: str, tokens: int, weights: Weights, rounds: int, tile_rows: int, *, triton: bool) -> bool:
     """One table; whether the bodies were right."""
     model_dim, inter_dim, experts = SHAPES[shape]
-    rows = Rows.random(tokens, experts, model_dim)
+    rows = Rows.random(tokens, experts, model_dim, tile_rows)
     cases, right = other_cases(weights, rows, inter_dim, triton=triton), True
     errors = {}
     for body in ("R", "A"):
@@ -232,7 +235,7 @@ def bench(shape: str, tokens: int, weights: Weights, rounds: int, *, triton: boo
         cases |= ours
     real, padded = sum(rows.counts), len(rows.codes)
     flops = 4 * real * model_dim * inter_dim
-    print(f"\n{shape}, {tokens} tokens: {real} rows of {experts} experts, {padded} with padding")
+    print(f"\n{shape}, {tokens} tokens: {real} rows of {experts} experts, {padded} in tiles of {tile_rows}")
     print(f"{'':22}{'loop us':>9}{'min':>8}{'max':>8}{'TFLOP/s':>9}{'single us':>11}{'prototype':>11}  error")
     results: list[dict[str, object]] = []
     for name, (times, once) in measure(cases, rounds).items():
@@ -244,7 +247,7 @@ def bench(shape: str, tokens: int, weights: Weights, rounds: int, *, triton: boo
             "op": "megamoe-gemm1",
             "backend": "cuda",
             "device": torch.cuda.get_device_name(),
-            "shape": {"name": shape, "tokens": tokens, "rows": real, "padded": padded},
+            "shape": {"name": shape, "tokens": tokens, "rows": real, "padded": padded, "tile": tile_rows},
             "mode": name,
             "median_us": round(us, 1),
             "min_us": round(min(times), 1),
@@ -266,12 +269,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="v4_pro")
     parser.add_argument("--tokens", default="2048,4096,8192", help="tokens per rank, several with commas")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--tile-rows", default="128", help=f"several with commas, of {TILE_ROWS}; Triton's are 128"
+    )
     parser.add_argument("--no-triton", action="store_true", help="leave the slowest contender out")
     args = parser.parse_args(argv)
     model_dim, inter_dim, experts = SHAPES[args.shape]
     weights = Weights.random(experts, inter_dim, model_dim)
     sizes = [int(tokens) for tokens in args.tokens.split(",")]
-    right = [bench(args.shape, n, weights, args.rounds, triton=not args.no_triton) for n in sizes]
+    tiles = [int(rows) for rows in args.tile_rows.split(",")]
+    triton = not args.no_triton
+    right = [bench(args.shape, n, weights, args.rounds, t, triton=triton) for n in sizes for t in tiles]
     return 0 if all(right) else 1
 
 

@@ -149,11 +149,14 @@ class LayerLayout(layout.Layout):
 
 
 def layout_for(problem: Problem, body: str) -> LayerLayout:
-    """Of a layer of these sizes: landing memory for whatever the router may choose."""
+    """Of a layer of these sizes: landing memory for whatever the router may choose, tiles for even routing
+    of as many tokens as there may be."""
+    rows_per_expert = problem.num_ranks * problem.max_tokens * problem.topk / problem.num_experts
     shape = Shape(
         *(problem.num_ranks, problem.model_dim, problem.inter_dim, problem.num_experts, problem.topk),
         max_tokens=problem.max_tokens,
         body=body,
+        tile_rows=limits.tile_rows_for(rows_per_expert),
         partials=problem.partial_format,
     )
     shape.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 BODIES = ("R", "A")
 MAX_DELTA = {"R": 11, "A": 17}  # of scales in a row of w1: decode.cuh
 ROW_BYTES_PER_VALUE = {"R": 1, "A": 2}
-TILE_ROWS = (128, 64)
+TILE_ROWS = (128, 64, 32)
 MAX_RANKS, MAX_EXPERTS = 8, 1024  # params.cuh
 UNIT_ROWS = 16  # params.cuh
 MAX_TILES, MAX_PAIRS = 1 << 20, 1 << 12  # of an item: params.cuh
@@ -20,6 +20,12 @@ SMALL_THREADS, SMALL_BLOCKS = 256, 4  # a block, and blocks an SM: what only mov
 # after an eighth of it.
 SLOTS_PER_RANK, SLOT_SLACK = 8, 1.25
 SLOT_STEP_ROWS = 64  # sizes of copies: so that calls of similar numbers of tokens share their programs
+
+
+def tile_rows_for(rows_per_expert: float) -> int:
+    """Rows of a tile, for experts that get so many at most, on average. Fewer rows are less padding to
+    multiply; more read an expert's weights less often. A row's bytes do not depend on it."""
+    return next((rows for rows in sorted(TILE_ROWS) if rows_per_expert <= rows), max(TILE_ROWS))
 
 
 def most_blocks(num_sms: int, sharing: int) -> int:

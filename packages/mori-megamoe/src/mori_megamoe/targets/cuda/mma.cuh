@@ -12,14 +12,14 @@
 // Shared-memory operand: rows of 128 bytes with the 128-byte swizzle. Adding 2 moves on by 32 bytes, one instruction's K.
 DEVICE uint64_t operand(uint32_t address) { return (uint64_t)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
 
-#define REGS_0_31                                                                                                                       \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
-  "%28, %29, %30, %31"
+#define REGS_0_15 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGS_0_31 REGS_0_15 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGS_32_63                                                                                                                       \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, " \
   "%58, %59, %60, %61, %62, %63"
 #define OUT8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define OUT32(i) OUT8(i), OUT8(i + 8), OUT8(i + 16), OUT8(i + 24)
+#define OUT16(i) OUT8(i), OUT8(i + 8)
+#define OUT32(i) OUT16(i), OUT16(i + 16)
 #define MMA_IN(a, b, accumulate) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
 #define MMA(shape, regs, a, b, predicate, tail) \
   "{\n.reg .pred p;\nsetp.ne.b32 p, " predicate ", 0;\nwgmma.mma_async.sync.aligned." shape " {" regs "}, {" a "}, " b ", p, " tail ";\n}\n"
@@ -35,6 +35,9 @@ DEVICE void mma_fp8(float (&d)[64], const uint32_t* a, uint64_t b, int accumulat
 DEVICE void mma_fp8(float (&d)[32], const uint32_t* a, uint64_t b, int accumulate) {
   asm volatile(MMA("m64n64k32.f32.e4m3.e4m3", REGS_0_31, "%32, %33, %34, %35", "%36", "%37", "1, 1") : OUT32(0) : MMA_IN(a, b, accumulate));
 }
+DEVICE void mma_fp8(float (&d)[16], const uint32_t* a, uint64_t b, int accumulate) {
+  asm volatile(MMA("m64n32k32.f32.e4m3.e4m3", REGS_0_15, "%16, %17, %18, %19", "%20", "%21", "1, 1") : OUT16(0) : MMA_IN(a, b, accumulate));
+}
 DEVICE void mma_bf16(float (&d)[64], const uint32_t* a, uint64_t b, int accumulate) {  // K = 16
   asm volatile(MMA("m64n128k16.f32.bf16.bf16", REGS_0_31 ", " REGS_32_63, "%64, %65, %66, %67", "%68", "%69", "1, 1, 0")
                : OUT32(0), OUT32(32)
@@ -42,6 +45,9 @@ DEVICE void mma_bf16(float (&d)[64], const uint32_t* a, uint64_t b, int accumula
 }
 DEVICE void mma_bf16(float (&d)[32], const uint32_t* a, uint64_t b, int accumulate) {
   asm volatile(MMA("m64n64k16.f32.bf16.bf16", REGS_0_31, "%32, %33, %34, %35", "%36", "%37", "1, 1, 0") : OUT32(0) : MMA_IN(a, b, accumulate));
+}
+DEVICE void mma_bf16(float (&d)[16], const uint32_t* a, uint64_t b, int accumulate) {
+  asm volatile(MMA("m64n32k16.f32.bf16.bf16", REGS_0_15, "%16, %17, %18, %19", "%20", "%21", "1, 1, 0") : OUT16(0) : MMA_IN(a, b, accumulate));
 }
 
 // ---- shared memory by address

@@ -17,7 +17,7 @@ What differs from the host target
   ids      are not looked at before the call. Those that name no expert go nowhere, with mask_invalid_slots or
            without; an expert twice in a token is two rows
   pairs    a token that goes to two experts of a rank sends two rows; `fanout_masks` has no effect
-  tiles    of 128 rows, whatever the number of tokens
+  tiles    of 32, 64 or 128 rows, by max_tok_per_rank: a layer for few tokens multiplies less padding
   weights  are brought into the kernels' order (weights.py) when the layer is made, or is given others, and
            kept: as much memory again. What a body cannot hold is refused there: when the layer is made on
            all ranks, later on the rank that gives it. Weights that were changed in place need an eager call

@@ -14,7 +14,7 @@
 #define BODY REBASED
 #endif
 #ifndef TILE_ROWS
-#define TILE_ROWS 128  // 64: less padding, and slower at every size that was measured
+#define TILE_ROWS 128  // or 64 or 32, for few rows an expert: limits.py
 #endif
 #define NEVER 0    // everything is there
 #define SIGNALS 1  // items in the order of experts, each when its sources' rows have come
