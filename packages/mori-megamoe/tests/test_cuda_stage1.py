@@ -19,7 +19,7 @@ from mori_megamoe.targets.cuda import params, slots
 from mori_megamoe.targets.cuda.faults import error_of
 from mori_megamoe.targets.cuda.gemm1 import Buffers
 from mori_megamoe.targets.cuda.layout import Shape
-from mori_megamoe.targets.cuda.slots import SlotSizes
+from mori_megamoe.targets.cuda.slots import Copies, SlotSizes
 from mori_megamoe.targets.cuda.stage1 import MODES, Stage1
 from mori_megamoe.targets.cuda.weights import PreparedWeights, prepare_weights
 from mori_shmem.errors import PeerTimeout
@@ -218,6 +218,39 @@ def test_slots_hold_what_an_even_router_sends_and_no_more_than_there_can_be() ->
     assert (last.per_rank, last.number) == (3, 9)  # the last of a rank has one expert
     assert [last.index(1, rank, 0) for rank in (0, 2, 3)] == [0, 3, 6]
     assert SlotSizes.of(replace(pro, world_size=1)).number == 0
+
+
+def slots_of_a_process(sizes: SlotSizes) -> None:
+    """One rank, on mori_shmem's host target: its slots go when they are packed, each to its place."""
+    with mori_shmem.init("host") as comm:
+        copies = Copies(comm, sizes)
+        offsets, _ = sizes.offsets()
+        window, slot_bytes = copies._window, sizes.most_rows * sizes.row_bytes
+
+        def slots_at(name: str) -> torch.Tensor:
+            return window.tensor((sizes.number, slot_bytes), torch.uint8, offsets[name])
+
+        slots_at("outgoing")[:] = (torch.arange(sizes.number) + 20 * comm.rank)[:, None]
+        copies.enqueue(sizes.shape.max_tokens)
+        comm.barrier()
+        assert (slots_at("incoming") == 0).all()
+        comm.barrier()
+        for slot in range(sizes.number):
+            comm.signal(window.at(offsets["packed"] + 8 * slot), 1)
+        copies.join()
+        comm.barrier()
+        assert window.tensor((sizes.number,), torch.int64, offsets["came"]).tolist() == [1] * sizes.number
+        for source in {*range(comm.world_size)} - {comm.rank}:
+            for slot in range(sizes.per_rank):
+                here = slots_at("incoming")[sizes.index(comm.rank, source, slot)]
+                assert (here == sizes.index(source, comm.rank, slot) + 20 * source).all()
+        copies.close()
+
+
+def test_each_slot_travels_to_its_place_once_it_is_packed() -> None:
+    """The queues and programs of mori_shmem, between processes: what a GPU gets to do, by other engines."""
+    shape = Shape(3, 256, 256, num_experts=9, topk=2, max_tokens=32, body="R")
+    mori_shmem.run_ranks(slots_of_a_process, 3, SlotSizes.of(shape, 2), timeout_s=60)
 
 
 def test_a_copy_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
