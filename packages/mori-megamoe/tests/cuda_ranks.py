@@ -3,11 +3,16 @@ emulated kernels."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from cuda_cases import cpu_maps, library, operand_rows
@@ -18,11 +23,56 @@ from mori_megamoe.targets.cuda.gemm1 import Buffers, params_of
 from mori_megamoe.targets.cuda.layout import Shape, offsets_of
 from mori_megamoe.targets.cuda.memory import Landed, Local, Place
 from mori_megamoe.targets.cuda.operand_rows import rows_params
+from mori_megamoe.targets.cuda.slots import Copies, SlotSizes
 from mori_megamoe.targets.cuda.variants import BODIES
 from mori_megamoe.targets.cuda.weights import PreparedWeights
 from mori_shmem.targets.fault_record import FIELDS
 
 STALE = 0x7F
+
+
+class EmulatedProgram:
+    """In the place of a mori_shmem.PutProgram; addresses are integers."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], None]] = []
+
+    def wait(self, where: int, value: int) -> None:
+        def wait() -> None:
+            while ctypes.c_uint64.from_address(where).value < value:
+                time.sleep(1e-4)
+
+        self.steps.append(wait)
+
+    def put(self, dst: int, src: int, nbytes: int) -> None:
+        self.steps.append(lambda: ctypes.memmove(dst, src, nbytes) and None)
+
+    def signal(self, where: int, value: int) -> None:
+        def signal() -> None:
+            ctypes.c_uint64.from_address(where).value = value
+
+        self.steps.append(signal)
+
+
+class EmulatedQueue:
+    """A copy engine: a thread."""
+
+    def __init__(self, delay_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._delay_s, self._threads = delay_s, list[threading.Thread]()
+
+    def submit(self, program: EmulatedProgram) -> None:
+        def run() -> None:
+            for step in program.steps:
+                time.sleep(self._delay_s())
+                step()
+
+        self._threads.append(threading.Thread(target=run, daemon=True))
+        self._threads[-1].start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
 
 
 @functools.cache
@@ -34,7 +84,7 @@ def prepare_library(body: str, quantised: bool = False) -> Library:
 
 @functools.cache
 def dispatch_library() -> Library:
-    return Library("dispatch.cu", (), {"dispatch": ["SendParams"]})
+    return Library("dispatch.cu", (), {"dispatch": ["SendParams"], "pack": ["SendParams"]})
 
 
 @dataclass
@@ -49,7 +99,17 @@ class RankCall:
 class Ranks:
     """All ranks of one Stage1."""
 
-    def __init__(self, shape: Shape, *, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        timeout_s: float = 60.0,
+        slots: SlotSizes | None = None,
+        delay_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """slots  of copy engines that need `delay_s()` for each step; EmulatedProgram has to be in the place
+        of PutProgram
+        """
         shape.check()
         self.shape = shape
         _, nbytes = offsets_of(shape)
@@ -68,6 +128,25 @@ class Ranks:
             )
             for rank in range(shape.world_size)
         ]
+        self.copies = [] if slots is None else self._copies(slots, delay_s)
+
+    def _copies(self, sizes: SlotSizes, delay_s: Callable[[], float]) -> list[Copies]:
+        parts = [_aligned(max(1, sizes.offsets()[1])) for _ in self.parts]
+        self.slot_parts, addresses = parts, [part.data_ptr() for part in parts]
+
+        def comm(rank: int) -> Any:
+            window = SimpleNamespace(
+                addresses=addresses, at=lambda offset, peer=rank: addresses[peer] + offset, close=lambda: None
+            )
+            return SimpleNamespace(
+                rank=rank,
+                world_size=len(parts),
+                device="cpu",
+                alloc=lambda nbytes: window,
+                queue=lambda peer: EmulatedQueue(delay_s),
+            )
+
+        return [Copies(comm(rank), sizes) for rank in range(len(parts))]
 
     def each(self, job: Callable[[int], object], delays: random.Random | None = None) -> None:
         """The job of every rank, at the same time."""
@@ -89,6 +168,8 @@ class Ranks:
         place = self.places[rank]
         plan = place.plan()
         plan.ids, plan.tokens = call.ids.data_ptr(), len(call.ids)
+        if self.copies:
+            self.copies[rank].memory.put_into(plan, len(call.ids))
         rows = rows_params(call.x, None, place.local.rows, place.local.row_scale)
         prepare_library(self.shape.body).of_rank(rank).run("prepare", [plan, rows], grid, 1024)
 
@@ -107,7 +188,13 @@ class Ranks:
     def send_params(self, rank: int, call: RankCall, blocks: int) -> params.SendParams:
         send = self.places[rank].send(blocks, 128)
         send.weights = call.weights.data_ptr()
+        if self.copies:
+            self.copies[rank].memory.put_into(send, len(call.ids))
         return send
+
+    def pack(self, rank: int, call: RankCall, grid: int = 2) -> None:
+        send = self.send_params(rank, call, grid)
+        dispatch_library().of_rank(rank).run("pack", [send], grid, 128)
 
     def dispatch(self, rank: int, call: RankCall, grid: int = 2) -> None:
         send = self.send_params(rank, call, grid)

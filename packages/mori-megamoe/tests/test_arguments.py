@@ -119,8 +119,10 @@ def calls(moe: MegaMoE) -> Iterator[Wrong]:
 
 def stages(moe: MegaMoE) -> Iterator[Wrong]:
     choices: dict[str, Iterator[tuple[str, Any]]] = {
-        **{name: wrong_words() for name in ("scale_mode", "gemm1", "order", "puts")},
+        **{name: wrong_words() for name in ("scale_mode", "gemm1", "order", "puts", "mover")},
         **{name: wrong_numbers() for name in ("workers", "packers", "shufflers", "merge_rows")},
+        "slot_experts": wrong_numbers(),
+        "slot_slack": ((kind, value) for kind, value in wrong_numbers() if kind != "a float"),
         "fuse_quant": wrong_flags(),
     }
     for name, values in choices.items():

@@ -27,10 +27,11 @@ SHARED_BYTES = {  # by BODY and rows
     (1, 32): 134944,
 }
 MOST_SHARED_BYTES = 232448  # of a block on sm_90
-# Registers at most; without spills. Found: prepare 64, operand_rows 40, dispatch 102, hidden 32, combine 47.
+# Registers at most; without spills. Found: prepare 64, operand_rows 40, dispatch 115, pack 111, hidden 32,
+# combine 47.
 OTHERS = {
     "prepare": {"prepare": 64, "operand_rows": 64},
-    "dispatch": {"dispatch": 128},
+    "dispatch": {"dispatch": 128, "pack": 128},
     "hidden": {"hidden": 64},
     "combine": {"combine": 64},
 }
@@ -124,6 +125,7 @@ STRUCTS = (
     "Gemm1Params",
     "Gemm1Maps",
     "Landing",
+    "Slots",
     "SendParams",
     "PlanParams",
     "HiddenParams",
@@ -136,6 +138,7 @@ CONSTANTS = {
     "MAX_EXPERTS": limits.MAX_EXPERTS,
     "UNIT_ROWS": limits.UNIT_ROWS,
     "sizeof(Unit)": params.UNIT_BYTES,
+    "sizeof(Move)": params.MOVE_BYTES,
     "WEIGHT_BYTES": weights.WEIGHT_BYTES,
     "CODE_BYTES": weights.CODE_BYTES,
     "MAX_DELTA_REBASED": limits.MAX_DELTA["R"],
@@ -144,7 +147,8 @@ CONSTANTS = {
         name: getattr(params, name)
         for name in (
             *("NUM_ITEMS", "NUM_TILES", "NUM_ROWS", "NUM_UNITS", "SEND_HEAD", "TICKETS", "EPOCH"),
-            *("WAIT_COUNTS", "WAIT_ROWS", "WAIT_TILE", "TOO_MANY_ROWS", "WAIT_PARTIALS"),
+            *("NUM_MOVES", "MOVE_HEAD"),
+            *("WAIT_COUNTS", "WAIT_ROWS", "WAIT_TILE", "TOO_MANY_ROWS", "WAIT_PARTIALS", "WAIT_SLOT"),
         )
     },
 }

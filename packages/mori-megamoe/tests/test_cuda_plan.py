@@ -20,6 +20,7 @@ from mori_shmem.errors import PeerTimeout, UnsupportedShape
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_ranks import RankCall, Ranks, random_call, routes_by_expert
 
+NO_SLOT = -1
 TOY = {"model_dim": 256, "inter_dim": 512, "topk": 3, "max_tokens": 64, "body": "R", "tile_rows": 64}
 
 
@@ -72,7 +73,7 @@ def check_items(items: list[int], experts: list[int], pairs: int) -> None:
 
 def check_units(ranks: Ranks, rank: int, by_expert: list[list[object]], count: int) -> None:
     shape, place = ranks.shape, ranks.places[rank]
-    units = place.local.units.view(torch.int32).view(-1, 4)[:count].tolist()
+    units = place.local.units.view(torch.int32).view(-1, 5)[:count].tolist()
     experts = [
         (rank + 1 + step) % shape.world_size * shape.experts + expert
         for expert in range(shape.experts)
@@ -87,7 +88,7 @@ def check_units(ranks: Ranks, rank: int, by_expert: list[list[object]], count: i
         number = sum(r.rank == rank for r in rows)  # type: ignore[attr-defined]
         to = landing_row(shape, by_expert, expert) + sum(r.rank < rank for r in rows)  # type: ignore[attr-defined]
         for at in range(0, number, 16):
-            wanted.append([firsts[expert] + at, min(16, number - at), expert, to + at])
+            wanted.append([firsts[expert] + at, min(16, number - at), expert, to + at, NO_SLOT])
     assert units == wanted
 
 
@@ -113,12 +114,12 @@ def test_the_plan_of_three_ranks_in_calls_that_follow_one_another() -> None:
 
 
 def counts_told(ranks: Ranks) -> torch.Tensor:
-    """[2][source][experts of all], as the last rank has them."""
+    """[2][source][experts of all + 1], as the last rank has them."""
     shape = ranks.shape
     offsets, _ = offsets_of(shape)
-    count = 2 * shape.world_size * shape.num_experts
+    count = 2 * shape.world_size * (shape.num_experts + 1)
     part = ranks.parts[-1][offsets["counts"] : offsets["counts"] + 4 * count]
-    return part.view(torch.int32).view(2, shape.world_size, shape.num_experts).clone()
+    return part.view(torch.int32).view(2, shape.world_size, shape.num_experts + 1).clone()
 
 
 def test_all_tokens_to_one_expert() -> None:

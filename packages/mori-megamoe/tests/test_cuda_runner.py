@@ -21,19 +21,19 @@ import pytest
 import torch
 from mori_megamoe import MegaMoE, MegaMoEStage1Sdma, arithmetic, reference
 from mori_megamoe.reference import RankInput
-from mori_megamoe.targets.cuda import kernels
+from mori_megamoe.targets.cuda import kernels, slots
 from mori_megamoe.targets.cuda.gemm1 import Buffers
 from mori_megamoe.targets.cuda.layout import Shape, layout_for
 from mori_megamoe.targets.cuda.params import Gemm1Maps, Gemm1Params
 from mori_megamoe.testing import Toy, wrong_rows
 from mori_megamoe.weights import StoredWeights
-from mori_shmem.errors import LayoutError, MoriError, PeerTimeout, UnsupportedShape
+from mori_shmem.errors import ArgumentError, LayoutError, MoriError, PeerTimeout, UnsupportedShape
 from mori_shmem.targets.fault_record import FIELDS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cuda_cases import cpu_maps, library
 from cuda_emulator import Library
-from cuda_ranks import _aligned, dispatch_library, prepare_library
+from cuda_ranks import EmulatedProgram, EmulatedQueue, _aligned, dispatch_library, prepare_library
 from test_cuda_layer import (
     back_library,
     combine_library,
@@ -120,7 +120,13 @@ class EmulatedRanks:
                 count = torch.Size(shape).numel() * dtype.itemsize
                 return part[offset_bytes : offset_bytes + count].view(dtype).view(*shape)
 
-            return SimpleNamespace(addresses=addresses, tensor=tensor, nbytes=nbytes, close=lambda: None)
+            return SimpleNamespace(
+                addresses=addresses,
+                tensor=tensor,
+                nbytes=nbytes,
+                close=lambda: None,
+                at=lambda offset, peer=rank: addresses[peer] + offset,
+            )
 
         here = {
             "rank": rank,
@@ -132,6 +138,7 @@ class EmulatedRanks:
             "closed": False,
             "all_gather": staticmethod(all_gather),
             "alloc": staticmethod(alloc),
+            "queue": staticmethod(lambda peer: EmulatedQueue()),
             "barrier": staticmethod(lambda: all_gather(None)),
             "check": staticmethod(lambda: None),
             "check_open": staticmethod(lambda: None),
@@ -147,6 +154,7 @@ class EmulatedRanks:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "Kernels", EmulatedKernels)
+    monkeypatch.setattr(slots, "PutProgram", EmulatedProgram)
 
 
 SHAPE = Shape(2, 256, 256, 4, topk=2, max_tokens=16, body="R", partials="bf16")
@@ -178,9 +186,10 @@ def exact_inputs(tokens: Sequence[int], seed: int) -> list[RankInput]:
 def test_every_way_through_the_layer_gives_the_references_bytes(
     emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Direct stores, both orders of the fused kernel, quantised rows, other weights; with windows full of
-    NaN before each call. In the second call rank 0 has no tokens and rank 1, whose experts nobody names, no
-    rows; some tokens name an expert twice."""
+    """Direct stores, both orders of the fused kernel, quantised rows, other weights, copy engines with rows
+    packed before and in the launch; with windows full of NaN before each call. In the second call and the
+    fourth rank 0 has no tokens and rank 1, whose experts nobody names, no rows; some tokens name an expert
+    twice."""
     monkeypatch.setenv("MORI_MEGAMOE_POISON", "1")
     torch.set_num_threads(1)
     logical = [logical_weights(SHAPE, sparse=True, seed=seed) for seed in (5, 6)]
@@ -195,16 +204,24 @@ def test_every_way_through_the_layer_gives_the_references_bytes(
             ready = MegaMoEStage1Sdma(moe, order="ready-first").install()
             outs += [moe(*calls[1][comm.rank]).clone()]
             ready.uninstall()
-            MegaMoEStage1Sdma(moe).install()
+            stage = MegaMoEStage1Sdma(moe).install()
             moe.weights = stored[1][comm.rank]
             x, weights, ids = calls[0][comm.rank]
             outs += [moe.forward_prequant(*moe.quantize(x), weights, ids).clone()]
+            stage.uninstall()
+            stage = MegaMoEStage1Sdma(moe, mover="copies", slot_experts=1, slot_slack=1.0).install()
+            outs += [moe(*calls[1][comm.rank]).clone()]
+            stage.uninstall()
+            MegaMoEStage1Sdma(
+                moe, gemm1="in-launch", mover="copies", order="ready-first", packers=2
+            ).install()
+            outs += [moe(*calls[0][comm.rank]).clone()]
             return outs
 
     got = EmulatedRanks(2).run(rank)
     monkeypatch.setattr(arithmetic, "matmul", matmul_of("R"))
     problem = layout_for_shape().problem
-    for number, (call, which) in enumerate([(0, 0), (1, 0), (0, 1)]):
+    for number, (call, which) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1), (0, 1)]):
         want = reference.layer(calls[call], stored[which], problem)
         for r in range(2):
             assert wrong_rows(got[r][number], want[r].out) == [], (number, r)
@@ -255,6 +272,44 @@ def test_the_sizes_of_a_layer_and_its_tiles_change_no_byte(emulated: None) -> No
         assert all(torch.equal(out, found[0][1]) for _, out in found)
 
 
+REFUSED: tuple[tuple[dict[str, Any], type[MoriError], str], ...] = (
+    (
+        {"fuse_quant": True, "workers": 3},
+        UnsupportedShape,
+        "fuse_quant=True: prepare quantises each row once.*workers=3",
+    ),
+    ({"scale_mode": "shuffler"}, UnsupportedShape, "scale_mode='shuffler': a row has one scale"),
+    ({"shufflers": 2}, UnsupportedShape, "shufflers=2: a row has one scale"),
+    ({"puts": "one"}, UnsupportedShape, "puts='one': a slot is one copy in any case"),
+    ({"merge_rows": 64}, UnsupportedShape, "merge_rows=64: stored rows have no signal"),
+    ({"packers": 3}, ArgumentError, "packers=3: an even number"),
+    ({"slot_experts": 2}, ArgumentError, "slot_experts=2 with mover='auto': only mover='copies' has slots"),
+    ({"slot_slack": 2.0, "mover": "stores"}, ArgumentError, "slot_slack=2.0 with mover='stores'"),
+)
+
+
+def test_weights_that_a_body_cannot_hold_are_refused_on_all_ranks(emulated: None) -> None:
+    """Where the layer is made, by all; later by the rank that is given them, and the layer goes on."""
+    logical = logical_weights(SHAPE, sparse=True)
+    good = [of_rank(SHAPE, logical, rank) for rank in range(2)]
+    logical.w1_scale[SHAPE.experts, 5, 0] += 40  # rank 1's first expert
+    wide = [of_rank(SHAPE, logical, rank) for rank in range(2)]
+    inputs = exact_inputs((4, 4), 3)
+    words = r"w1 of expert 0: the scales of the gate row 5 are 2\^\d+ apart, body R"
+
+    def rank(comm: Any) -> None:
+        with pytest.raises(UnsupportedShape, match=f"layer's weights cannot be used on rank 1: .*{words}"):
+            layer_of(comm, wide[comm.rank])
+        with layer_of(comm, good[comm.rank]) as moe:
+            before = moe(*inputs[comm.rank]).clone()
+            if comm.rank:
+                with pytest.raises(UnsupportedShape, match=words):
+                    moe.weights = wide[comm.rank]
+            assert torch.equal(moe(*inputs[comm.rank]), before)
+
+    EmulatedRanks(2).run(rank)
+
+
 def test_what_the_cuda_target_refuses(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = of_rank(SHAPE, logical_weights(SHAPE, sparse=True), 0)
     x, weights, ids = exact_inputs((4, 4), 3)[0]
@@ -262,10 +317,16 @@ def test_what_the_cuda_target_refuses(emulated: None, monkeypatch: pytest.Monkey
 
     def rank(comm: Any) -> None:
         with layer_of(comm, stored) as moe:
-            with pytest.raises(UnsupportedShape, match="fuse_quant=True, puts='one', workers=3: on the cuda"):
-                MegaMoEStage1Sdma(moe, fuse_quant=True, puts="one", workers=3)
+            for given, error, words in REFUSED:
+                with pytest.raises(error, match=words):
+                    MegaMoEStage1Sdma(moe, **given)
+            before = moe(x, weights, ids).clone()
+            alone = MegaMoEStage1Sdma(moe, mover="copies", gemm1="7001", scale_mode="ldsw").install()
+            assert torch.equal(moe(x, weights, ids), before)  # one rank has nobody to copy to
+            alone.uninstall()
+            moe.weights.w1.add_(0)  # another version
             monkeypatch.setattr(EmulatedKernels, "is_capturing", True)
-            with pytest.raises(MoriError, match="captured with weights that no call has had"):
+            with pytest.raises(MoriError, match="weights that are new, or were changed in place"):
                 moe(x, weights, ids)
             monkeypatch.setattr(EmulatedKernels, "is_capturing", False)
         with layer_of(comm, stored) as moe:
@@ -285,7 +346,14 @@ gpus = pytest.mark.parametrize(
     "world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4, 8)], ids="{}-ranks".format
 )
 Outputs = list[torch.Tensor]
-MODES: tuple[dict[str, str] | None, ...] = (None, {}, {"order": "ready-first"})
+# The last has room in its slots for an even router's rows only: of a random one some are stored.
+MODES: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {},
+    {"order": "ready-first"},
+    {"mover": "copies"},
+    {"mover": "copies", "gemm1": "in-launch", "slot_experts": 1, "slot_slack": 1.0},
+)
 
 
 def toy_for(world_size: int, partials: str) -> Toy:
@@ -302,7 +370,7 @@ def layer_on_a_gpu(toy: Toy, calls: Sequence[Sequence[RankInput]]) -> list[Outpu
         with toy.layer(comm, **weights._asdict()) as moe:
             by_mode = []
             for mode in MODES:
-                stage = None if mode is None else MegaMoEStage1Sdma(moe, **mode).install()  # type: ignore[arg-type]
+                stage = None if mode is None else MegaMoEStage1Sdma(moe, **mode).install()
                 by_mode.append(outputs_of(moe, given))
                 if stage is not None:
                     stage.uninstall()

@@ -38,6 +38,10 @@ INPUTS = TOY.inputs((20, 9))
         ({"merge_rows": -1}, "merge_rows=-1: a number of rows, or 0"),
         ({"workers": 0}, "workers=0: a whole number of at least 1"),
         ({"gemm1": "in-launch", "packers": -1}, "packers=-1"),
+        ({"mover": "sdma"}, "mover='sdma' is not known; allowed: auto, copies, stores"),
+        ({"slot_experts": -1}, "slot_experts=-1: a whole number of at least 0"),
+        ({"slot_slack": 0.5}, "slot_slack=0.5: 1 to 1024"),
+        ({"slot_slack": float("nan")}, "slot_slack=nan: 1 to 1024"),
         ({"workers": 300}, "302 workgroups that must all run at the same time: at most 256"),
     ],
 )
@@ -53,6 +57,13 @@ def test_roles_are_the_lowest_workgroups() -> None:
     assert Options(order="ready-first", workers=1).roles == ("put", "schedule", "work")
 
 
+OF_ANOTHER_TARGET: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"mover": "stores"}, "mover='stores': on the host target that is the layer's baseline"),
+    ({"slot_experts": 2}, "slot_experts=2: the host target copies as many rows as there are"),
+    ({"slot_slack": 2}, "slot_slack=2: the host target copies"),
+)
+
+
 def test_installing_twice_and_what_else_is_refused() -> None:
     want = TOY.reference(INPUTS)
 
@@ -62,7 +73,10 @@ def test_installing_twice_and_what_else_is_refused() -> None:
                 ArgumentError, match=r"moe is a DirectStores, which is no mori_megamoe\.MegaMoE"
             ):
                 MegaMoEStage1Sdma(moe.stage1)  # type: ignore[arg-type]
-            stage1 = MegaMoEStage1Sdma(moe)
+            for given, words in OF_ANOTHER_TARGET:
+                with pytest.raises(ArgumentError, match=words):
+                    MegaMoEStage1Sdma(moe, **given)
+            stage1 = MegaMoEStage1Sdma(moe, mover="copies")
             with pytest.raises(MoriError, match="is not installed"):
                 stage1.uninstall()
             assert not stage1.installed

@@ -134,6 +134,11 @@ class MegaMoE:
                 "a layer could not be made",
                 lambda: self._target.Runner(self.comm, window, layout, self.values, pairs),
             )
+            together(
+                self.comm,
+                "this layer's weights cannot be used",
+                lambda: self._runner.take_weights(self._weights),
+            )
         self.stage1: Stage1 = self._target.DirectStores()
         self._open(self.stage1)
         self.comm.barrier()  # nobody's first rows may come before everybody is here
@@ -254,6 +259,8 @@ class MegaMoE:
         self.check_usable()
         weights = stored_weights(given, self.problem)
         self._check_are_here(weights)
+        with torch.inference_mode(False):
+            self._runner.take_weights(weights)
         self._weights = weights
 
     def replace_stage1(self, stage: Stage1) -> Stage1:
@@ -270,6 +277,7 @@ class MegaMoE:
                 raise ArgumentError(f"the ranks bring different stages: {names}, in rank order")
             self._open(stage)
             previous, self.stage1 = self.stage1, stage
+            stage.put_in()
         return previous
 
     def _open(self, stage: Stage1) -> None:

@@ -26,10 +26,16 @@ class Mode:
         """Its options, and what they mean for so many tokens."""
         if not self.copy_engines:
             return {}
-        from mori_megamoe.stage1.options import Options
+        from mori_megamoe.stage1.options import PACKERS, Options
 
         options = Options(**self.options)  # type: ignore[arg-type]
-        return {**asdict(options), "scale_mode": "shuffler" if options.shuffles(tokens) else "ldsw"}
+        scales = "shuffler" if options.shuffles(tokens) else "ldsw"
+        return {
+            **asdict(options),
+            "scale_mode": scales,
+            "packers": options.packers or PACKERS,
+            "mover": "copies",
+        }
 
     def stage_of(self, moe: MegaMoE) -> Stage1:
         """Collective: its stage, open on this layer, which keeps the one that it has."""

@@ -98,5 +98,8 @@ class Stage1(ABC):
         with launch.span("gemm1", "stage1"):
             self.gemm1(launch)
 
+    def put_in(self) -> None:  # noqa: B027 - most have nothing to do
+        """This is the layer's stage from the next call on. Local; it is open on all ranks."""
+
     def close(self) -> None:  # noqa: B027 - most have nothing of their own
         """Give back what `open` made, also where that has failed half-way. Local; twice is fine."""

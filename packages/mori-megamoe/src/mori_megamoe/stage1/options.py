@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from mori_shmem.arguments import described
 from mori_shmem.errors import ArgumentError
 
-from mori_megamoe.arguments import check_flag, check_word
+from mori_megamoe.arguments import check_flag, check_number, check_word
 from mori_megamoe.config import bucket_for
 
 SCALE_MODES = ("auto", "shuffler", "ldsw")
 ORDERS = ("expert", "ready-first")
 PUTS = ("two", "one")
+MOVERS = ("auto", "copies", "stores")
 IN_LAUNCH = "in-launch"
 GEMM1 = (IN_LAUNCH, "7001")  # the second is what others call the first
 MAX_WORKGROUPS = 256
+MAX_SLACK = 1024
+PACKERS = 2  # where it is left to the host target
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,12 @@ class Options:
     order: str = "expert"
     puts: str = "two"
     workers: int = 2
-    packers: int = 2
+    packers: int = 0
     shufflers: int = 1
     merge_rows: int = 0
+    mover: str = "auto"
+    slot_experts: int = 0
+    slot_slack: float = 1.25
 
     @property
     def packs_in_launch(self) -> bool:
@@ -45,7 +51,7 @@ class Options:
         """Of each workgroup, lowest number first: what it does before it takes work items as all do."""
         roles = ["put"]
         if self.packs_in_launch:
-            roles += ["pack"] * self.packers
+            roles += ["pack"] * (self.packers or PACKERS)
         if self.ready_first:
             roles.append("schedule")
         elif not self.packs_in_launch and self.scale_mode != "ldsw":
@@ -71,13 +77,19 @@ class Options:
         check_word("scale_mode", self.scale_mode, SCALE_MODES)
         check_word("order", self.order, ORDERS)
         check_word("puts", self.puts, PUTS)
+        check_word("mover", self.mover, MOVERS)
         check_flag("fuse_quant", self.fuse_quant)
         if self.gemm1 is not None:
             self._check_in_launch()
-        for name in ("workers", "packers", "shufflers"):
+        for name, least in (("workers", 1), ("packers", 0), ("shufflers", 1), ("slot_experts", 0)):
             count = getattr(self, name)
-            if type(count) is not int or count < 1:
-                raise ArgumentError(f"{name}={described(count)}: a whole number of at least 1 is needed")
+            if type(count) is not int or count < least:
+                raise ArgumentError(
+                    f"{name}={described(count)}: a whole number of at least {least} is needed"
+                )
+        check_number("slot_slack", self.slot_slack)
+        if not 1 <= self.slot_slack <= MAX_SLACK:
+            raise ArgumentError(f"slot_slack={self.slot_slack}: 1 to {MAX_SLACK} are possible")
         if type(self.merge_rows) is not int or self.merge_rows < 0:
             raise ArgumentError(f"merge_rows={described(self.merge_rows)}: a number of rows, or 0")
         if len(self.roles) > MAX_WORKGROUPS:

@@ -32,11 +32,15 @@ class MegaMoEStage1Sdma:
         order: str = "expert",
         puts: str = "two",
         workers: int = 2,
-        packers: int = 2,
+        packers: int = 0,
         shufflers: int = 1,
         merge_rows: int = 0,
+        mover: str = "auto",
+        slot_experts: int = 0,
+        slot_slack: float = 1.25,
     ) -> None:
-        """Local. Starts the workgroups, so that what cannot run at the same time is refused here.
+        """Local. Starts the workgroups, so that what cannot run at the same time is refused here. So is a
+        choice that has no meaning on the layer's target (README.md has the table).
 
         scale_mode  "shuffler": a few workgroups rewrite landed scales once for each tile, and work items
                     wait for those only. "ldsw": each work item waits for the ranks and reads landed scales
@@ -49,9 +53,16 @@ class MegaMoEStage1Sdma:
         puts        "two": rows, then scales, each to where the layer keeps them. "one": a row and its
                     scales lie together, and land in memory of the stage's own
         workers     workgroups that multiply from the start; all others join them when they are done
-        packers, shufflers  workgroups for that, in the modes that have them
+        packers, shufflers  workgroups for that, in the modes that have them; packers 0: host 2, cuda 16,
+                    where they send rows too
         merge_rows  segments to a rank are held back until they have so many rows together, and share a
                     signal: fewer signals, later starts. 0: each goes by itself
+        mover       "copies": copy engines carry rows. "stores" (cuda only): blocks of the kernel that
+                    multiplies store them where they land. "auto": host copies, cuda stores
+        slot_experts, slot_slack  cuda's copies are queued before anybody knows how many rows there are, so
+                    their size is fixed. So many experts of a rank share a slot (0: as make 8 slots), which
+                    has room for `slot_slack` times the rows of an even router and is always copied whole.
+                    Rows beyond that are stored: right for any routing, slower for skewed ones
         """
         if not isinstance(moe, MegaMoE):
             raise ArgumentError(
@@ -59,7 +70,8 @@ class MegaMoEStage1Sdma:
                 "no other layer"
             )
         self.options = Options(
-            scale_mode, fuse_quant, gemm1, order, puts, workers, packers, shufflers, merge_rows
+            *(scale_mode, fuse_quant, gemm1, order, puts, workers, packers, shufflers, merge_rows),
+            *(mover, slot_experts, slot_slack),
         )
         self.options.check()
         moe.check_usable()

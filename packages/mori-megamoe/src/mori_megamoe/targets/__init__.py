@@ -19,6 +19,7 @@ from mori_megamoe.launch import Call, Launch
 from mori_megamoe.layout import Layout
 from mori_megamoe.plan import Tile
 from mori_megamoe.problem import Problem
+from mori_megamoe.weights import StoredWeights
 
 TARGETS = {"host": "mori_megamoe.targets.host", "cuda": "mori_megamoe.targets.cuda"}
 
@@ -37,6 +38,9 @@ class Runner(Protocol):
     @staticmethod
     def layout_for(problem: Problem, values: Snapshot) -> Layout:
         """Of the window that such a layer gets on this target."""
+
+    def take_weights(self, experts: StoredWeights) -> None:
+        """The layer has these from its next call on. Local; raises for what the target cannot hold."""
 
     # ---- phases ----
 

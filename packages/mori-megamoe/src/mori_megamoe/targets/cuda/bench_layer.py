@@ -1,4 +1,5 @@
-"""The whole layer on several GPUs, in all its ways of Stage1, in one run. Not yet run on a GPU.
+"""The whole layer on several GPUs, in all its ways of Stage1, in one run. It has not been run on
+several GPUs yet, so it has no figures.
 
     python -m mori_megamoe.targets.cuda.bench_layer [--world-size 2] [--shape v4_pro|flash] [--body R|A]
         [--tokens 2048,4096,8192] [--experts-per-rank 48] [--reps 30]
@@ -30,6 +31,7 @@ from mori_megamoe.targets.cuda.bench_ranks import (
     inputs_of,
     result_line,
     run,
+    slots_line,
     slowest,
     title,
 )
@@ -39,6 +41,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "direct": None,
     "fused": {},
     "fused, ready first": {"order": "ready-first"},
+    "copies": {"mover": "copies"},
+    "copies, packed in launch": {"mover": "copies", "gemm1": "in-launch"},
 }
 
 
@@ -177,6 +181,7 @@ def cases_of(ways: dict[str, Way]) -> dict[str, Callable[[], Phases]]:
 def report(options: Options, world_size: int, tokens: int, by_rank: Sequence[Found]) -> None:
     """One table, and a line for each of its rows."""
     print(f"\n{title(options, world_size, tokens)}; us")
+    print(slots_line(options, world_size, tokens))
     whole = slowest([rank["direct"] for rank in by_rank], list(by_rank[0]["direct"][0]))
     lines = []
     for name in by_rank[0]:

@@ -13,6 +13,8 @@ import mori_shmem
 import torch
 
 from mori_megamoe.targets.cuda.bench import SHAPES, TOPK
+from mori_megamoe.targets.cuda.layout import Shape
+from mori_megamoe.targets.cuda.slots import SlotSizes
 
 Phases = dict[str, float]  # microseconds, in order
 Found = dict[str, list[Phases]]  # by way, of all repetitions
@@ -62,6 +64,23 @@ def slowest(by_rank: Sequence[list[Phases]], names: Sequence[str]) -> float:
 def title(options: Options, world_size: int, tokens: int) -> str:
     each = f"{options.experts_per_rank} experts each"
     return f"{options.shape}, body {options.body}, {world_size} GPUs, {each}, {tokens} tokens"
+
+
+def slots_line(options: Options, world_size: int, tokens: int) -> str:
+    """What copy engines carry in a call, full or not."""
+    model_dim, inter_dim, _ = SHAPES[options.shape]
+    experts = options.experts_per_rank
+    shape = Shape(
+        *(world_size, model_dim, inter_dim, experts * world_size, TOPK),
+        max_tokens=tokens,
+        body=options.body,
+    )
+    sizes = SlotSizes.of(shape)
+    even = tokens * TOPK * (world_size - 1) // world_size * shape.row_bytes / 1e6
+    return (
+        f"copies: {sizes.per_rank} slots of {sizes.experts} experts x {sizes.rows_for(tokens)} rows to each "
+        f"rank, {sizes.sent_bytes(tokens) / 1e6:.0f} MB from a rank; an even router's rows are {even:.0f} MB"
+    )
 
 
 def result_line(

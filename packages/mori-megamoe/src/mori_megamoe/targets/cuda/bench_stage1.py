@@ -1,5 +1,5 @@
-"""Stage1 on several GPUs: baseline (dispatch, then GEMM1) and both fused ways, in one run. Not yet run on a
-GPU.
+"""Stage1 on several GPUs: baseline (dispatch, then GEMM1) and the fused ways, rows stored and carried by copy
+engines, in one run. It has not been run on several GPUs yet, so it has no figures.
 
     python -m mori_megamoe.targets.cuda.bench_stage1 [--world-size 2] [--shape v4_pro|flash] [--body R|A]
         [--tokens 2048,4096,8192] [--experts-per-rank 48] [--reps 30]
@@ -8,6 +8,8 @@ How it measures: all ways in turns, forwards and backwards; before each call the
 call's time is from there to the end of its last kernel, prepare included; per repetition the slowest rank
 counts, then the median. Phases are events between the kernels of a call. The rows that the ways make are
 compared byte for byte in the same run.
+
+Copies are of a fixed size (slots.cuh): what they carry beside what an even router would send is printed.
 
 The bound: a fused call can hide the shorter of rows and GEMM1 behind the longer one, so it takes at least
 prepare + max(dispatch, gemm1) of the baseline; `of bound` is how far from that it is.
@@ -32,6 +34,7 @@ from mori_megamoe.targets.cuda.bench_ranks import (
     inputs_of,
     result_line,
     run,
+    slots_line,
     slowest,
     title,
 )
@@ -118,12 +121,13 @@ def report(options: Options, world_size: int, tokens: int, by_rank: Sequence[Fou
     baseline = slowest(of["baseline"], list(phases))
     print(f"\n{title(options, world_size, tokens)}")
     print("baseline: " + ", ".join(f"{name} {us:.0f} us" for name, us in phases.items()))
-    print(f"{'':10}{'us':>8}{'of bound':>10}{'of baseline':>13}")
+    print(slots_line(options, world_size, tokens))
+    print(f"{'':17}{'us':>8}{'of bound':>10}{'of baseline':>13}")
     lines = []
     for mode in MODES:
         each = {name: slowest(of[mode], [name]) for name in of[mode][0][0]}
         us = slowest(of[mode], list(each))
-        print(f"{mode:10}{us:8.0f}{us / bound:10.2f}{us / baseline:13.2f}")
+        print(f"{mode:17}{us:8.0f}{us / bound:10.2f}{us / baseline:13.2f}")
         given = (options, world_size, tokens, mode, us, each)
         lines.append(result_line("megamoe-stage1", *given, bound_us=round(bound, 1)))
     print("\n".join(lines))

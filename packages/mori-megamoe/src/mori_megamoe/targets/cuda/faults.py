@@ -13,6 +13,7 @@ _WAITS = {
     params.WAIT_COUNTS: "its counts of call {index}",
     params.WAIT_ROWS: "its rows for expert {index} (rows so far)",
     params.WAIT_PARTIALS: "the weighted rows of its experts, call {index}",
+    params.WAIT_SLOT: "slot {index} of its rows, which its copy engine carries",
     params.WAIT_TILE: "a tile to become ready, at place {index} of the queue",
 }
 

@@ -12,14 +12,16 @@
 //
 // In files: tile.cuh (what is fixed, shared memory)   schedule.cuh (which item, arrivals)   loader.cuh   decode.cuh, mainloop.cuh,
 //           sums.cuh, swiglu.cuh, epilogue.cuh, consumer.cuh (what a consumer does)   params.cuh (from the host)   weights.py (the weights' order)
-// Where it stands: main loops and epilogue are those of a prototype tuned on an H200; in this form it compiles (without spills) and
-// has run on the CPU's emulation (tests/test_cuda_*.py), not yet on a GPU.
-// With WAIT, this is the fused Stage1: the first `send.blocks` CTAs send this rank's rows (send.cuh), then join.
+// Where it stands: ran on one H200 on 1 December 2026 (tests/test_cuda_*.py with one rank, and with two that shared it;
+// compute-sanitizer's memcheck over test_cuda_gemm1.py found nothing), and was measured there (README.md). Rows that come in
+// slots have run on the CPU's emulation only.
+// With WAIT, this is the fused Stage1: the first `send.blocks` CTAs send this rank's rows (send.cuh), or pack them for copy
+// engines and move in what these bring (slots.cuh), then join.
 #include "consumer.cuh"
 #include "epilogue.cuh"
 #include "loader.cuh"
 #if WAIT != NEVER
-#include "send.cuh"
+#include "moves.cuh"
 #endif
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
@@ -38,7 +40,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     barrier_init_fence();
   }
 #if WAIT != NEVER
-  if ((int)blockIdx.x < send.blocks && thread < send.threads) send_units(send);
+  if ((int)blockIdx.x < send.blocks && thread < send.threads) send_units(send), move_rows(send);
 #endif
   cluster_sync();
   if (group == 0) {

@@ -6,7 +6,7 @@
 // stores nothing.
 // Everything is there when it starts, and it waits for nobody: a rank's memory for partials is free once its counts of this call
 // have been heard (combine.cu). That the rows are all there is said by what comes after it on the stream, `combine`.
-// Where it stands: compiles without spills and has run on the CPU's emulation, not yet on a GPU.
+// Where it stands: ran on one H200 on 1 December 2026, with one rank and with two that shared it; not measured by itself.
 #include "back.cuh"
 #include "consumer.cuh"
 #include "loader.cuh"

@@ -40,6 +40,7 @@ class Kernels:
 
     prepare-bf16, prepare-codes        plan and operand rows, of what a caller gives
     dispatch, gemm1                    the baseline
+    pack                               rows into slots for copy engines
     stage1-signals, stage1-queue       both in one
     hidden, gemm2, combine             the way back
     """
@@ -89,8 +90,8 @@ class Kernels:
             return gemm1_function(device, shape.body, shape.tile_rows, which or "never"), THREADS
         if kind == "gemm2":
             return _gemm2_function(device, shape.body, shape.tile_rows, shape.partials), THREADS
-        given = {"dispatch": "", "hidden": shape.body, "combine": shape.partials}[kind]
-        threads = limits.DISPATCH_THREADS if kind == "dispatch" else limits.SMALL_THREADS
+        given = {"dispatch": "", "pack": "", "hidden": shape.body, "combine": shape.partials}[kind]
+        threads = limits.DISPATCH_THREADS if kind in ("dispatch", "pack") else limits.SMALL_THREADS
         return _small_function(device, kind, given), threads
 
 
@@ -112,12 +113,13 @@ def _gemm2_function(device: int, body: str, tile_rows: int, partials: str) -> dr
 def _small_function(device: int, kind: str, given: str) -> driver.Function:
     makers: dict[str, Callable[[], Variant]] = {
         "dispatch": variants.dispatch_variant,
+        "pack": variants.dispatch_variant,
         "hidden": lambda: variants.hidden_variant(given),
         "combine": lambda: variants.combine_variant(given),
     }
-    params = {"dispatch": SendParams, "hidden": HiddenParams, "combine": CombineParams}[kind]
+    params = {"hidden": HiddenParams, "combine": CombineParams}.get(kind, SendParams)
     module = driver.Module(build(makers[kind]()))
-    check_size(module, "send_params_bytes" if kind == "dispatch" else f"{kind}_params_bytes", params)
+    check_size(module, "send_params_bytes" if params is SendParams else f"{kind}_params_bytes", params)
     return module.function(kind)
 
 

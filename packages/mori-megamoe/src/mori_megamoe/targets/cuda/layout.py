@@ -2,8 +2,8 @@
 integers, the same on every rank.
 
     told       u32 [source]                       the epoch whose counts of the source are here
-    counts     u32 [2][source][experts of all]    rows that the source sends to each expert, by parity of the
-               epoch
+    counts     u32 [2][source][experts of all + 1]  rows that the source sends to each expert, then how many
+               each of its copies carries (slots.cuh), by parity of the epoch
     arrived    u32 [expert][source]               rows that have come, since the beginning
     source     u32 [capacity]                     rank * max_tokens + token, slot above bit 24; padding: world
                * max_tokens
@@ -125,7 +125,7 @@ def offsets_of(shape: Shape) -> tuple[dict[str, int], int]:
     world, rows = shape.world_size, shape.rows
     sizes = {
         "told": 4 * world,
-        "counts": 2 * world * shape.num_experts * 4,
+        "counts": 2 * world * (shape.num_experts + 1) * 4,
         "arrived": shape.experts * world * 4,
         "source": rows * 4,
         "weight": rows * 4,

@@ -7,7 +7,7 @@ MAX_DELTA = {"R": 11, "A": 17}  # of scales in a row of w1: decode.cuh
 ROW_BYTES_PER_VALUE = {"R": 1, "A": 2}
 TILE_ROWS = (128, 64, 32)
 MAX_RANKS, MAX_EXPERTS = 8, 1024  # params.cuh
-UNIT_ROWS = 16  # send.cuh
+UNIT_ROWS = 16  # params.cuh
 MAX_TILES, MAX_PAIRS = 1 << 20, 1 << 12  # of an item: params.cuh
 # Who sends in the fused Stage1. Rows of 7 KB by 16-byte stores to one peer, 2x H200 (mori-ep's dispatch of
 # 8192 tokens): 16 SMs of 256 threads 280 GB/s, of bf16 333; 64 SMs 322; the link 358. More threads on few SMs
@@ -15,6 +15,11 @@ MAX_TILES, MAX_PAIRS = 1 << 20, 1 << 12  # of an item: params.cuh
 SEND_BLOCKS, SEND_THREADS = 16, 256
 DISPATCH_THREADS = 256  # a block, on all SMs: the baseline
 SMALL_THREADS, SMALL_BLOCKS = 256, 4  # a block, and blocks an SM: what only moves memory (not measured)
+# Slots that copy engines carry (slots.cuh), not measured: a copy costs about 7 us beside its bytes (2x H200),
+# so eight a rank are 56 us of a wire that takes 450 at 8192 tokens of v4_pro, and the first rows are there
+# after an eighth of it.
+SLOTS_PER_RANK, SLOT_SLACK = 8, 1.25
+SLOT_STEP_ROWS = 64  # sizes of copies: so that calls of similar numbers of tokens share their programs
 
 
 def tile_rows_for(rows_per_expert: float) -> int:

@@ -57,7 +57,7 @@ class Landed:
     source: torch.Tensor  # [rows] int32
     weight: torch.Tensor  # [rows] fp32
     arrived: torch.Tensor  # [experts, world] int32
-    counts: torch.Tensor  # [2, world, experts of all] int32: rows of each source, by parity of the epoch
+    counts: torch.Tensor  # [2, world, experts of all + 1] int32: of each source, by parity of the epoch
     partials: torch.Tensor  # [max_tokens * topk, partial_bytes] uint8; of Stage1 alone no rows
 
     @classmethod
@@ -76,7 +76,7 @@ class Landed:
             view("source", torch.int32, shape.rows),
             view("weight", torch.float32, shape.rows),
             view("arrived", torch.int32, shape.experts, shape.world_size),
-            view("counts", torch.int32, 2, shape.world_size, shape.num_experts),
+            view("counts", torch.int32, 2, shape.world_size, shape.num_experts + 1),
             view("partials", torch.uint8, shape.max_routes if shape.partials else 0, shape.partial_bytes),
         )
 

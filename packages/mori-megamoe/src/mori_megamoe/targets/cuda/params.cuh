@@ -13,6 +13,7 @@
 #define WAIT_TILE 0xD0003u    // any tile to become ready
 #define TOO_MANY_ROWS 0xD0004u
 #define WAIT_PARTIALS 0xD0005u  // weighted rows of a rank's experts for my tokens
+#define WAIT_SLOT 0xD0006u      // a slot that a source's copy engine carries
 
 // Words of Tiles::counts
 #define NUM_ITEMS 0
@@ -22,6 +23,8 @@
 #define SEND_HEAD 4  // units taken; 0 when Stage1 starts
 #define TICKETS 5    // items drawn; 0 when Stage1 starts
 #define EPOCH 6      // calls so far, this one included
+#define NUM_MOVES 7  // runs of rows that come here in slots
+#define MOVE_HEAD 8  // moves taken; 0 when Stage1 starts
 
 // The first fault of a rank wins.
 DEVICE void write_fault(Fault* f, int rank, int peer, unsigned what, int index, unsigned seen, unsigned wanted) {
@@ -31,7 +34,7 @@ DEVICE void write_fault(Fault* f, int rank, int peer, unsigned what, int index, 
 }
 
 struct Tiles {             // the plan of a call on its receiving side, written by plan.cu (or by the host)
-  unsigned* counts;        // [8]
+  unsigned* counts;        // [16]
   unsigned* items;         // [NUM_ITEMS] tile | pair << 20: experts ascending, in an expert the tile fastest
   int *expert;             // [NUM_TILES] local
   int *row_base;           // first row of the tile in headers and outputs
@@ -75,17 +78,37 @@ struct Landing {           // where routed rows land, on every rank: [rows] of e
   uint64_t at_rows, at_row_scale;   // operand rows; body R: e8m0
   uint64_t at_source, at_weight;    // u32 source rank * max_tokens + token | slot << 24 (padding: world * max_tokens); fp32
   uint64_t at_arrived;     // u32 [experts][world], see Arrivals
-  uint64_t at_counts;      // u32 [2][world][world * experts]: rows of source s for each expert of all, by parity of the epoch
+  uint64_t at_counts;      // u32 [2][world][world * experts + 1]: rows of source s for each expert of all, then Slots::rows, by parity of the epoch
   uint64_t at_told;        // u32 [world]: epoch of source s whose counts are here
   uint64_t at_returned;    // u32 [world]: epoch whose weighted rows of rank s's experts are here
   uint64_t at_partials;    // [max_tokens * top_k] weighted rows for token * top_k + slot, `pitch` bytes apart
 };
 
+#define UNIT_ROWS 16
 struct Unit {              // rows that a warp sends in one go: of one expert of one rank
   unsigned first;          // in SendParams::order
   unsigned rows;
   unsigned expert;         // global
   unsigned to;             // first row at its rank
+  unsigned slot_row;       // first row in the slot that takes them there, or NO_SLOT
+};
+#define NO_SLOT 0xffffffffu
+
+struct Move {              // rows that a warp moves out of a slot to where they land
+  unsigned source, expert; // local
+  unsigned slot_row, rows;
+  unsigned to;             // first row in my landing
+};
+
+struct Slots {             // what copy engines carry: slots.cuh. Without them all 0, and rows are stored where they land
+  int experts;             // of a rank that share a slot
+  int per_rank, number;    // slots from one rank to another; to all of them
+  int rank;                // mine: the other ranks' slots are next to each other
+  unsigned most_rows;      // that a slot has memory for
+  unsigned rows;           // that each copy of this rank carries in this call
+  char *outgoing, *incoming;  // [number][most_rows] operand rows: by destination; by source
+  unsigned* left;          // [number] units of an outgoing slot that are not packed yet
+  uint64_t *packed, *came; // [number] 1: may be copied, by destination; has come, by source
 };
 
 struct SendParams {
@@ -101,6 +124,8 @@ struct SendParams {
   const Unit* units;       // [NUM_UNITS], in the order in which they go
   unsigned* counts;        // Tiles::counts
   Landing landing;
+  Slots slots;
+  const Move* moves;       // [NUM_MOVES], in the order in which they come
   const unsigned* due;     // Arrivals::due, for a dispatch that waits
   Fault* fault;
   uint64_t timeout_ns;
@@ -118,6 +143,8 @@ struct PlanParams {
   unsigned* order;         // [tokens * top_k]
   Unit* units;
   Landing landing;
+  Slots slots;
+  Move* moves;
   Fault* fault;
   uint64_t timeout_ns;
 };

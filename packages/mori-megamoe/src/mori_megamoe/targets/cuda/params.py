@@ -10,10 +10,10 @@ from mori_shmem.jit.driver import TensorMap
 
 from mori_megamoe.targets.cuda.limits import MAX_RANKS
 
-COUNT_WORDS = 8  # of Tiles::counts
-NUM_ITEMS, NUM_TILES, NUM_ROWS, NUM_UNITS, SEND_HEAD, TICKETS, EPOCH = range(7)
-WAIT_COUNTS, WAIT_ROWS, WAIT_TILE, TOO_MANY_ROWS, WAIT_PARTIALS = range(0xD0001, 0xD0006)
-UNIT_BYTES = 16
+COUNT_WORDS = 16  # of Tiles::counts
+NUM_ITEMS, NUM_TILES, NUM_ROWS, NUM_UNITS, SEND_HEAD, TICKETS, EPOCH, NUM_MOVES, MOVE_HEAD = range(9)
+WAIT_COUNTS, WAIT_ROWS, WAIT_TILE, TOO_MANY_ROWS, WAIT_PARTIALS, WAIT_SLOT = range(0xD0001, 0xD0007)
+UNIT_BYTES = MOVE_BYTES = 20
 PAIR_BIT = 20  # of an item
 
 
@@ -65,6 +65,14 @@ class Landing(ctypes.Structure):
     ]
 
 
+class Slots(ctypes.Structure):
+    _fields_ = [
+        *[(name, c_int) for name in ("experts", "per_rank", "number", "rank")],
+        *[(name, c_uint) for name in ("most_rows", "rows")],
+        *[(name, c_void_p) for name in ("outgoing", "incoming", "left", "packed", "came")],
+    ]
+
+
 class SendParams(ctypes.Structure):
     _fields_ = [
         ("nbytes", c_uint),
@@ -77,6 +85,8 @@ class SendParams(ctypes.Structure):
         ],
         *[(name, c_void_p) for name in ("rows", "row_scale", "weights", "order", "units", "counts")],
         ("landing", Landing),
+        ("slots", Slots),
+        ("moves", c_void_p),
         ("due", c_void_p),
         ("fault", c_void_p),
         ("timeout_ns", c_uint64),
@@ -97,6 +107,8 @@ class PlanParams(ctypes.Structure):
         ("tiles", Tiles),
         *[(name, c_void_p) for name in ("due", "order", "units")],
         ("landing", Landing),
+        ("slots", Slots),
+        ("moves", c_void_p),
         ("fault", c_void_p),
         ("timeout_ns", c_uint64),
     ]

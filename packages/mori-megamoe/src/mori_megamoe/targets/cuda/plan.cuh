@@ -104,11 +104,14 @@ DEVICE void order_routes(const PlanParams& p, PlanMemory& m) {
 }
 
 DEVICE unsigned* counts_of(const PlanParams& p, int at_rank, int source, unsigned epoch) {
-  return (unsigned*)(p.landing.window[at_rank] + p.landing.at_counts) + ((size_t)(epoch & 1) * p.world + source) * p.world * p.experts;
+  return (unsigned*)(p.landing.window[at_rank] + p.landing.at_counts) + ((size_t)(epoch & 1) * p.world + source) * (p.world * p.experts + 1);
 }
 DEVICE void tell_counts(const PlanParams& p, const PlanMemory& m, unsigned epoch) {
   const int all = p.world * p.experts;
-  for (int i = threadIdx.x; i < p.world * all; i += PLAN_THREADS) counts_of(p, i / all, p.rank, epoch)[i % all] = m.total[i % all];
+  for (int i = threadIdx.x; i < p.world * (all + 1); i += PLAN_THREADS) {
+    const int to = i / (all + 1), expert = i - to * (all + 1);
+    counts_of(p, to, p.rank, epoch)[expert] = expert < all ? m.total[expert] : p.slots.rows;
+  }
   __syncthreads();
   if (threadIdx.x < p.world) {
     fence_sys();
@@ -153,16 +156,44 @@ DEVICE bool lay_out(const PlanParams& p, PlanMemory& m, unsigned epoch) {
 // In the order of experts, and in an expert of ranks: those behind mine first, I am the last.
 DEVICE unsigned list_units(const PlanParams& p, PlanMemory& m) {
   const int all = p.world * p.experts;
-  unsigned expert = 0, rows = 0;
+  unsigned expert = 0, rows = 0, before = 0, fits = 0;
   if (threadIdx.x < all) {
-    expert = (p.rank + 1 + threadIdx.x % p.world) % p.world * p.experts + threadIdx.x / p.world;
-    rows = m.total[expert];
+    const int owner = (p.rank + 1 + threadIdx.x % p.world) % p.world, local = threadIdx.x / p.world;
+    expert = owner * p.experts + local, rows = m.total[expert];
+    if (p.slots.experts && owner != p.rank) {
+      before = m.first[expert] - m.first[owner * p.experts + first_of_slot(local, p.slots)];
+      fits = fitting_rows(before, rows, p.slots.rows);
+      if (fits) atomicAdd(p.slots.left + slot_of(owner, local, p.slots), (fits + UNIT_ROWS - 1) / UNIT_ROWS);
+    }
   }
   unsigned units;
   unsigned at = sum_before((rows + UNIT_ROWS - 1) / UNIT_ROWS, units, m);
   for (unsigned i = 0; i < rows; i += UNIT_ROWS, ++at)
-    p.units[at] = {m.first[expert] + i, min(rows - i, (unsigned)UNIT_ROWS), expert, m.to[expert] + i};
+    p.units[at] = {m.first[expert] + i, min(rows - i, (unsigned)UNIT_ROWS), expert, m.to[expert] + i, i < fits ? before + i : NO_SLOT};
   return units;
+}
+
+// The same of what others have for me in slots: expert by expert, in an expert the sources.
+DEVICE unsigned list_moves(const PlanParams& p, PlanMemory& m, unsigned epoch) {
+  if (!p.slots.experts) return 0;
+  const int all = p.world * p.experts, expert = threadIdx.x / p.world, source = threadIdx.x % p.world;
+  unsigned before = 0, fits = 0, to = 0;
+  if (threadIdx.x < all && source != p.rank) {
+    const unsigned* number = counts_of(p, p.rank, source, epoch) + p.rank * p.experts;  // [experts]
+    const unsigned room = __ldcg(counts_of(p, p.rank, source, epoch) + all);
+    for (int e = first_of_slot(expert, p.slots); e < expert; ++e) before += __ldcg(number + e);
+    fits = fitting_rows(before, __ldcg(number + expert), room);
+    to = m.to[p.rank * p.experts + expert];  // where my own rows go; from there to the source's
+    for (int s = min(source, p.rank); s < max(source, p.rank); ++s) {
+      const unsigned rows = __ldcg(counts_of(p, p.rank, s, epoch) + p.rank * p.experts + expert);
+      to += source > p.rank ? rows : 0u - rows;
+    }
+  }
+  unsigned moves;
+  unsigned at = sum_before((fits + UNIT_ROWS - 1) / UNIT_ROWS, moves, m);
+  for (unsigned i = 0; i < fits; i += UNIT_ROWS, ++at)
+    p.moves[at] = {(unsigned)source, (unsigned)expert, before + i, min(fits - i, (unsigned)UNIT_ROWS), to + i};
+  return moves;
 }
 
 // The last of the `count` entries of `first` that is <= x; first[0] is.
@@ -222,17 +253,22 @@ DEVICE void make_plan(const PlanParams& p, PlanMemory& m) {
   const unsigned epoch = *(volatile unsigned*)(p.tiles.counts + EPOCH) + 1;
   __syncthreads();
   count_routes(p, m);
+  for (int i = threadIdx.x; i < p.slots.number; i += PLAN_THREADS) p.slots.left[i] = 0, p.slots.came[i] = 0;
   tell_counts(p, m, epoch);
   order_routes(p, m);
-  unsigned units = 0, tiles = 0;
+  unsigned units = 0, moves = 0, tiles = 0;
   if (hear_counts(p, epoch) && lay_out(p, m, epoch)) {
     units = list_units(p, m);
+    moves = list_moves(p, m, epoch);
     tiles = list_tiles(p, m, epoch);
     count_due(p, epoch);
   }
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.slots.number; i += PLAN_THREADS) p.slots.packed[i] = p.slots.left[i] == 0;
   if (threadIdx.x == 0) {
     unsigned* counts = p.tiles.counts;
     counts[NUM_ITEMS] = tiles * p.pairs, counts[NUM_TILES] = tiles, counts[NUM_ROWS] = tiles * p.tile_rows;
     counts[NUM_UNITS] = units, counts[SEND_HEAD] = 0, counts[TICKETS] = 0, counts[EPOCH] = epoch;
+    counts[NUM_MOVES] = moves, counts[MOVE_HEAD] = 0;
   }
 }

@@ -1,7 +1,8 @@
-"""The layer on GPUs of one host: every phase is a kernel or two on the caller's stream. Not yet run on a GPU.
+"""The layer on GPUs of one host: every phase is a kernel or two on the caller's stream.
 
     prepare    prepare              plan of the call, from everybody's counts; my operand rows   plan.cuh
     Stage1     dispatch, gemm1      or one kernel that does both                      send.cuh, gemm1.cu
+               pack, stage1         the same, with copy engines beside it             slots.cuh
     stage2     hidden, gemm2        hidden rows for GEMM2; weighted rows to their tokens' ranks  gemm2.cu
     combine    combine              wait for everybody's weighted rows; sum                     combine.cu
 
@@ -17,9 +18,10 @@ What differs from the host target
            without; an expert twice in a token is two rows
   pairs    a token that goes to two experts of a rank sends two rows; `fanout_masks` has no effect
   tiles    of 32, 64 or 128 rows, by max_tok_per_rank: a layer for few tokens multiplies less padding
-  weights  are brought into the kernels' order (weights.py) at the first call that has them, and kept: as much
-           memory again. A call that is captured needs weights that an eager call has had. A graph computes
-           with those of its capture
+  weights  are brought into the kernels' order (weights.py) when the layer is made, or is given others, and
+           kept: as much memory again. What a body cannot hold is refused there: when the layer is made on
+           all ranks, later on the rank that gives it. Weights that were changed in place need an eager call
+           before they are captured. A graph computes with those of its capture
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from mori_megamoe.targets.cuda.layout import LayerLayout, layout_for
 from mori_megamoe.targets.cuda.memory import Landed, Local, Place
 from mori_megamoe.targets.cuda.operand_rows import rows_params
 from mori_megamoe.targets.cuda.params import EPOCH, NUM_ROWS, NUM_TILES, RowsParams
+from mori_megamoe.targets.cuda.slots import Copies, SlotSizes, take_out
 from mori_megamoe.targets.cuda.weights import PreparedWeights, prepare_back_weights, prepare_weights
 from mori_megamoe.weights import StoredWeights
 
@@ -80,7 +83,7 @@ class DeviceLaunch(Launch):
         assert self.problem is not None
         shape, landed, words = self.place.shape, self.place.landed, self.place.local.tiles.counts.tolist()
         rows = landed.counts[words[EPOCH] & 1].tolist()
-        counts = [[*row, *[0] * shape.world_size] for row in rows]  # no pairs
+        counts = [[*row[:-1], *[0] * shape.world_size] for row in rows]  # no pairs
         made = destination(counts, self.problem, self.rank, shape.tile_rows, None)
         assert (made.num_rows, len(made.tiles)) == (words[NUM_ROWS], words[NUM_TILES])
         return made
@@ -122,13 +125,16 @@ class Runner:
         blocks = self._kernels.blocks
         self._plan, self._rows = place.plan(), RowsParams(nbytes=ctypes.sizeof(RowsParams))
         self._dispatched = place.send(blocks, limits.DISPATCH_THREADS)
+        self._packed = place.send(blocks, limits.DISPATCH_THREADS)
         self._sent = place.send(min(limits.SEND_BLOCKS, blocks), limits.SEND_THREADS)
+        self._copies: Copies | None = None
         self._combined = self.back.combine_params()
         launch = self._kernels.launch
         self._prepare = {
             kind: launch(f"prepare-{kind}", blocks, [self._plan, self._rows]) for kind in ("bf16", "codes")
         }
         self._dispatch = launch("dispatch", blocks, [self._dispatched])
+        self._pack = launch("pack", blocks, [self._packed])
         self._hidden = launch("hidden", limits.SMALL_BLOCKS * blocks, self.back.hidden_params())
         self._combine = launch("combine", limits.SMALL_BLOCKS * blocks, [self._combined])
         self._kernels.load("gemm1", *[f"stage1-{way}" for way in WAYS], "gemm2")
@@ -151,7 +157,10 @@ class Runner:
         self.epoch += 1
         self._plan.ids, self._plan.tokens = call.ids.data_ptr(), call.num_tokens
         self._combined.ids, self._combined.tokens = call.ids.data_ptr(), call.num_tokens
-        self._dispatched.weights = self._sent.weights = call.weights.data_ptr()
+        for params in (self._dispatched, self._packed, self._sent):
+            params.weights = call.weights.data_ptr()
+        if self._copies is not None:
+            self._use_slots(self._copies, call.num_tokens)
         local = self.place.local
         given = rows_params(rows, call.x_scales, local.rows, local.row_scale)
         ctypes.memmove(ctypes.addressof(self._rows), ctypes.addressof(given), ctypes.sizeof(given))
@@ -184,11 +193,41 @@ class Runner:
         self._now.gemm1[""].launch(self._kernels.stream)
 
     def fused(self, way: str) -> None:
-        """Both at once."""
+        """Both at once; rows are stored where they land."""
         assert self._now is not None
         self._now.gemm1[way].launch(self._kernels.stream)
 
+    def fused_with_copies(self, way: str, tokens: int, *, packs_in_launch: bool) -> None:
+        """The same over copy engines: `send` has chosen them."""
+        assert self._copies is not None
+        self._copies.enqueue(tokens)  # before what they wait for
+        if not packs_in_launch:
+            self._pack.launch(self._kernels.stream)
+        self.fused(way)
+        self._copies.join()
+
+    def new_copies(self, experts: int, slack: float) -> Copies:
+        """Collective: slots of these sizes, for a stage that gives them back."""
+        return Copies(self.comm, SlotSizes.of(self.layout.shape, experts, slack))
+
+    def send(self, blocks: int, copies: Copies | None) -> None:
+        """How rows leave from the next call on: so many blocks (0: as many as suit) in the kernel that
+        multiplies; by copy engines, or stored."""
+        most = self._kernels.blocks
+        self._sent.blocks = min(blocks or limits.SEND_BLOCKS, most) // 2 * 2 or 2
+        self._copies = copies
+        for params in (self._plan, self._packed, self._sent):
+            take_out(params)
+
+    def _use_slots(self, copies: Copies, tokens: int) -> None:
+        for params in (self._plan, self._packed, self._sent):
+            copies.memory.put_into(params, tokens)
+
     # ---- weights ----
+
+    def take_weights(self, experts: StoredWeights) -> None:
+        """Before the first call that has them: refuses what the body cannot hold."""
+        self._gemms_of(experts)
 
     def _gemms_of(self, experts: StoredWeights) -> Gemms:
         """What multiplies by a call's weights; made when they, or what is in them, are new."""
@@ -198,8 +237,9 @@ class Runner:
         if found is None or found.versions != versions:
             if self._kernels.is_capturing:
                 raise MoriError(
-                    "this graph is captured with weights that no call has had yet: make one call with them "
-                    "before, so that they are brought into the kernels' order"
+                    "this graph is captured with weights that are new, or were changed in place: give them "
+                    "to the layer, or make one call with them, before the capture, so that they are brought "
+                    "into the kernels' order"
                 )
             found = self._gemms[where] = self._made_of(experts, versions)
         return found
@@ -227,3 +267,5 @@ class Runner:
         for rows in (landed.rows, back.rows):
             rows.fill_(_POISON if rows.dtype == torch.uint8 else torch.nan)
         landed.weight.fill_(torch.nan)
+        if self._copies is not None:
+            self._copies.poison()

@@ -4,11 +4,12 @@
 // expert, in an expert the ranks behind mine first. A warp takes a unit, stores headers and rows at the owner, then adds the
 // unit's rows to arrived[expert][source] there. The add releases what the warp has stored: who has seen the sum, sees the
 // rows. Units of a segment may end in any order, as a sum knows none.
+// A unit that has a place in a slot has its rows stored there, in this rank's memory, for a copy engine to take (slots.cuh);
+// its headers are stored at the owner all the same.
 // Senders wait for nobody: the counts that the plan is made of also say that the receivers' landing memory is free (plan.cuh).
 #pragma once
-#include "params.cuh"
+#include "slots.cuh"
 
-#define UNIT_ROWS 16
 #ifndef ROW_BATCH
 #define ROW_BATCH 16  // loads of a lane that are under way before the first store
 #endif
@@ -44,15 +45,19 @@ DEVICE void send_unit(const Unit& unit, int lane, const SendParams& p) {
     ((float*)(there + p.landing.at_weight))[row] = p.weights[route];
     if (p.has_scales) ((uint8_t*)(there + p.landing.at_row_scale))[row] = p.row_scale[token];
   }
-  for (int r = 0; r < (int)unit.rows; ++r) {
+  const unsigned expert = unit.expert - owner * p.experts;
+  const bool packs = p.slots.experts && unit.slot_row != NO_SLOT;
+  const int slot = packs ? slot_of(owner, expert, p.slots) : 0;
+  uint4* to = packs ? (uint4*)p.slots.outgoing + ((size_t)slot * p.slots.most_rows + unit.slot_row) * p.row_units
+                    : (uint4*)(there + p.landing.at_rows) + (size_t)unit.to * p.row_units;
+  for (int r = 0; r < (int)unit.rows; ++r, to += p.row_units) {
     const unsigned from = __shfl_sync(~0u, token, r);
-    copy_row((uint4*)(there + p.landing.at_rows) + (size_t)(unit.to + r) * p.row_units, (const uint4*)p.rows + (size_t)from * p.row_units,
-             p.row_units, lane);
+    copy_row(to, (const uint4*)p.rows + (size_t)from * p.row_units, p.row_units, lane);
   }
   __syncwarp();
   if (lane == 0) {
-    const unsigned expert = unit.expert - owner * p.experts;
-    add_release_sys((unsigned*)(there + p.landing.at_arrived) + expert * p.world + p.rank, unit.rows);
+    if (packs) unit_is_packed(slot, p.slots);
+    else add_release_sys((unsigned*)(there + p.landing.at_arrived) + expert * p.world + p.rank, unit.rows);
   }
 }
 

@@ -1,16 +1,16 @@
-"""Stage1 on the cuda target: from a rank's tokens to its experts' hidden rows, requantised. Not yet run on a
-GPU.
+"""Stage1 on the cuda target: from a rank's tokens to its experts' hidden rows, requantised.
 
     fused      prepare | stage1     some blocks send rows to their owners while all others multiply what has
                come
+    copies     prepare | pack | stage1   the same, but copy engines carry the rows (slots.cuh)
     baseline   prepare | dispatch | gemm1
 
-prepare makes the plan of the call and my operand rows (prepare.cu; the protocol stands in plan.cuh). All
-three are kernels on the caller's stream, their arguments made once; nothing is allocated and nothing waits on
+prepare makes the plan of the call and my operand rows (prepare.cu; the protocol stands in plan.cuh). They
+are kernels on the caller's stream, their arguments made once; nothing is allocated and nothing waits on
 the host, so that a call can be captured in a graph and replayed, between eager calls too. What went wrong in
 a kernel is raised by the next call.
 
-Both ways share plan, rows and GEMM, so their bytes agree; a row's bytes depend on the row and its expert
+All ways share plan, rows and GEMM, so their bytes agree; a row's bytes depend on the row and its expert
 only.
 """
 
@@ -32,10 +32,11 @@ from mori_megamoe.targets.cuda.layout import Shape, offsets_of
 from mori_megamoe.targets.cuda.memory import Landed, Local, Place
 from mori_megamoe.targets.cuda.operand_rows import rows_params
 from mori_megamoe.targets.cuda.params import NUM_ROWS, RowsParams
+from mori_megamoe.targets.cuda.slots import Copies, SlotSizes
 from mori_megamoe.targets.cuda.tiles import TileArrays
 from mori_megamoe.targets.cuda.weights import prepare_weights
 
-MODES = ("signals", "queue", "baseline")
+MODES = ("signals", "queue", "baseline", "copies", "copies-in-launch")
 Mark = Callable[[str], None]  # told the name of each phase behind its last operation
 
 
@@ -81,15 +82,19 @@ class Stage1:
         tile_rows: int = 128,
         capacity: int = 0,
         send_blocks: int = limits.SEND_BLOCKS,
+        slot_experts: int = 0,
+        slot_slack: float = limits.SLOT_SLACK,
     ) -> None:
         """
         w1, w1_scale  this rank's experts, as mori_megamoe.shuffle_weights makes them
         body          "R" (fp8, error about 5e-5), "A" (bf16, exact products), or "auto": R, unless a rank's
                       weights need A
         mode          "signals": items in the order of experts; "queue": in the order in which rows come;
-                      "baseline"
+                      "baseline"; "copies": as "signals", over copy engines, "copies-in-launch" with
+                      packing in the kernel that multiplies
         capacity      rows that a rank can receive in a call; 0: whatever the router may choose
         send_blocks   blocks that send in the fused modes, an even number
+        slot_experts, slot_slack   as MegaMoEStage1Sdma has them
         """
         if comm.device.type != "cuda":
             raise ArgumentError(f"this Stage1 is for the cuda backend, the communicator is on {comm.device}")
@@ -108,10 +113,12 @@ class Stage1:
             capacity=capacity,
         )
         self.shape.check()
-        given = (self.shape, swiglu_limit, mode, send_blocks)
+        given = (self.shape, swiglu_limit, mode, send_blocks, slot_experts, slot_slack)
         if any(other != given for other in comm.all_gather(given)):
             raise ArgumentError(f"the ranks make different Stage1s: {comm.all_gather(given)}, in rank order")
         self._closed = False
+        self._sizes = SlotSizes.of(self.shape, slot_experts, slot_slack)
+        self._copies: Copies | None = None
         self._faults = CallFaults(comm, faults.OURS, faults.error_of)
         with torch.cuda.device(comm.device):
             self._make(swiglu_limit, send_blocks)
@@ -157,7 +164,12 @@ class Stage1:
             self._gemm = kernels.launch("gemm1", grid, gemm)
         else:
             self._send = place.send(min(send_blocks, grid) // 2 * 2 or 2, limits.SEND_THREADS)
-            self._gemm = kernels.launch(f"stage1-{self.mode}", grid, [*gemm, self._send])
+            wait = "queue" if self.mode == "queue" else "signals"
+            self._gemm = kernels.launch(f"stage1-{wait}", grid, [*gemm, self._send])
+        if self.mode.startswith("copies"):
+            self._copies = Copies(comm, self._sizes)
+            self._packed = place.send(grid, limits.DISPATCH_THREADS)
+            self._pack = kernels.launch("pack", grid, [self._packed])
 
     # ---- calls ----
 
@@ -179,13 +191,24 @@ class Stage1:
         local = self.place.local
         given = rows_params(x, scales, local.rows, local.row_scale)
         ctypes.memmove(ctypes.addressof(self._rows), ctypes.addressof(given), ctypes.sizeof(given))
+        if self._copies is not None:
+            self._packed.weights = weights.data_ptr()
+            for params in (self._plan, self._packed, self._send):
+                self._copies.memory.put_into(params, len(ids))
         stream = torch.cuda.current_stream(self.comm.device).cuda_stream
         self._prepare[scales is not None].launch(stream)
         mark("prepare")
         if self.mode == "baseline":
             self._moves.launch(stream)
             mark("dispatch")
+        if self._copies is not None:
+            self._copies.enqueue(len(ids))  # before what they wait for
+            if self.mode == "copies":
+                self._pack.launch(stream)
+                mark("pack")
         self._gemm.launch(stream)
+        if self._copies is not None:
+            self._copies.join()
         mark("gemm1" if self.mode == "baseline" else "stage1")
         return self.hidden
 
@@ -225,6 +248,8 @@ class Stage1:
         if not self._closed:
             self._closed = True
             self._window.close()
+            if self._copies is not None:
+                self._copies.close()
 
     def __enter__(self) -> Stage1:
         return self

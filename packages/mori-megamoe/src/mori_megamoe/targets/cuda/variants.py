@@ -41,6 +41,7 @@ def prepare_variant(body: str, *, quantised: bool) -> Variant:
 
 
 def dispatch_variant() -> Variant:
+    """`dispatch`, and `pack`."""
     return Variant(PACKAGE, _source("dispatch.cu"), (), ARCH)
 
 

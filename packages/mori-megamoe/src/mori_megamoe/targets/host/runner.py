@@ -39,6 +39,7 @@ from mori_megamoe.problem import Problem
 from mori_megamoe.reference import valid_slots
 from mori_megamoe.routing import Pair
 from mori_megamoe.settings import PAIRS, POISON
+from mori_megamoe.weights import StoredWeights
 
 _POISON = 0xFF  # a NaN as e4m3 and as e8m0
 
@@ -90,6 +91,9 @@ class Runner:
 
     def _view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.window.peer(rank).tensor(shape, dtype, self.layout[name].offset_bytes)
+
+    def take_weights(self, experts: StoredWeights) -> None:
+        """All can be used, as they are."""
 
     # ---- prepare ----
 

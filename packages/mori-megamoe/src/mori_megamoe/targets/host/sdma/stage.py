@@ -63,7 +63,7 @@ for a rank, and that is the one to name. A rank that died is named by all (waits
 from __future__ import annotations
 
 import torch
-from mori_shmem.errors import ClosedError
+from mori_shmem.errors import ArgumentError, ClosedError
 
 from mori_megamoe import mx
 from mori_megamoe.launch import Launch
@@ -80,6 +80,7 @@ class CopyEngines(Stage1):
     """Made by MegaMoEStage1Sdma."""
 
     def __init__(self, options: Options) -> None:
+        check(options)
         self.options, self.name, self.quantizes = options, options.name, options.fuse_quant
         self._crew = Crew(len(options.roles))
         self._slab: Slab | None = None
@@ -146,3 +147,19 @@ class CopyEngines(Stage1):
         self._crew.close()
         if self._slab is not None:
             self._slab.close()
+
+
+def check(options: Options) -> None:
+    """Raise for what is another target's."""
+    if options.mover == "stores":
+        raise ArgumentError(
+            "mover='stores': on the host target that is the layer's baseline; do not install a "
+            "MegaMoEStage1Sdma, or uninstall it"
+        )
+    usual = Options()
+    for name in ("slot_experts", "slot_slack"):
+        if getattr(options, name) != getattr(usual, name):
+            raise ArgumentError(
+                f"{name}={getattr(options, name)}: the host target copies as many rows as there are, and "
+                "has no slots. Leave it out"
+            )
