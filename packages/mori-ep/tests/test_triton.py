@@ -314,8 +314,9 @@ NUMBERS = ("num_tokens experts_a_rank stride rank tokens nbytes size capacity ro
            "num_entries row_bytes dtype scale_bytes weights replay").split()
 for name in KERNELS:
     kernel = getattr(kernels, name)
-    for as_type in ("i32", "i64", "constexpr"):  # a launch makes a constant of an argument that is 1
-        types = {p.name: as_type if p.name in NUMBERS else "i64" for p in kernel.params}
+    # A launch makes a constant of an argument that is 1, and 32 bits of an address that is 0.
+    for as_type, address in (("i32", "i64"), ("i64", "i64"), ("constexpr", "i64"), ("i32", "i32")):
+        types = {p.name: as_type if p.name in NUMBERS else address for p in kernel.params}
         types |= {p.name: "constexpr" for p in kernel.params if p.is_constexpr}
         constants = {name: CONSTANTS.get(name, 1) for name, kind in types.items() if kind == "constexpr"}
         triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32))

@@ -24,29 +24,39 @@ import triton.language as tl
 # ---- words and bits ----
 
 
+# Addresses come as integers. One that is small, as of an empty tensor, comes as 32 bits.
+
+
 @triton.jit
 def words(address):
-    return address.to(tl.pointer_type(tl.int64))
+    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def numbers(address):
-    return address.to(tl.pointer_type(tl.int32))
+    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def octets(address):
-    return address.to(tl.pointer_type(tl.uint8))
+    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.uint8))
 
 
 @triton.jit
 def values_at(address, offsets, mask, BF16: tl.constexpr):
     """fp32 from bf16 or fp32."""
     if BF16:
-        bits = tl.load(address.to(tl.pointer_type(tl.int16)) + offsets, mask=mask, other=0).to(tl.int32) << 16
+        bits = (
+            tl.load(
+                tl.cast(address, tl.int64).to(tl.pointer_type(tl.int16)) + offsets, mask=mask, other=0
+            ).to(tl.int32)
+            << 16
+        )
         values = bits.to(tl.float32, bitcast=True)
     else:
-        values = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=mask, other=0.0)
+        values = tl.load(
+            tl.cast(address, tl.int64).to(tl.pointer_type(tl.float32)) + offsets, mask=mask, other=0.0
+        )
     return values
 
 
@@ -57,9 +67,9 @@ def store_values(address, offsets, values, mask, BF16: tl.constexpr):
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(values != values, 0x7FC0, rounded).to(tl.int16)
-        tl.store(address.to(tl.pointer_type(tl.int16)) + offsets, rounded, mask=mask)
+        tl.store(tl.cast(address, tl.int64).to(tl.pointer_type(tl.int16)) + offsets, rounded, mask=mask)
     else:
-        tl.store(address.to(tl.pointer_type(tl.float32)) + offsets, values, mask=mask)
+        tl.store(tl.cast(address, tl.int64).to(tl.pointer_type(tl.float32)) + offsets, values, mask=mask)
 
 
 @triton.jit
