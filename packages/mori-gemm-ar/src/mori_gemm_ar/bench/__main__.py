@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 import mori_bench
 from mori_bench import add_common_options
-from mori_shmem.errors import MoriError
+from mori_shmem.errors import ArgumentError, DescriptorLimitError, MoriError
 
 from mori_gemm_ar.bench.cases import DEFAULT_SHAPE, Case, add_options, cases_from
 from mori_gemm_ar.bench.published import TABLES
@@ -139,7 +139,8 @@ def _on_ranks(main: Callable[..., int], world_size: int, *args: object) -> int:
         return 130
     except MoriError as failure:
         print(f"mori-gemm-ar-bench: {type(failure).__name__}: {failure}", file=sys.stderr)
-        for note in getattr(failure, "__notes__", ()):
+        told = isinstance(failure, (ArgumentError, DescriptorLimitError))  # where a rank stood adds nothing
+        for note in getattr(failure, "__notes__", ()) if not told else ():
             print(note, file=sys.stderr)
         return 2
 
