@@ -30,7 +30,8 @@ def made(launches: list[int]) -> module.Kernel:
 
 def test_a_kernel_that_cannot_be_loaded_is_an_error_of_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlyDSL prints what HIP says, and goes on. An error from before is somebody else's."""
-    said = iter(["of somebody else", "hipErrorOutOfMemory", "", "hipErrorInvalidImage", "", ""] + ["", "", "", "full"])
+    words = "of somebody else", "hipErrorOutOfMemory", "", "hipErrorInvalidImage", *[""] * 5, "full"
+    said = iter(words)
     monkeypatch.setattr(module, "native", SimpleNamespace(rocm_take_error=lambda: next(said)))
     monkeypatch.setattr(descriptors, "shortage", lambda: 24)
     launches: list[int] = []

@@ -27,11 +27,19 @@ from mori_shmem import descriptors, imports, steps, variables
 from mori_shmem.bootstrap import Place, find_place, register
 from mori_shmem.core import CoreError
 from mori_shmem.deadline import Deadline
-from mori_shmem.errors import ArgumentError, ClosedError, DescriptorLimitError, LayoutError, MoriError
+from mori_shmem.errors import (
+    ArgumentError,
+    ClosedError,
+    DescriptorLimitError,
+    LayoutError,
+    MoriError,
+    PeerDied,
+)
 from mori_shmem.mesh import Mesh, Message
 from mori_shmem.queue import CopyQueue
 from mori_shmem.rendezvous import meet
 from mori_shmem.settings import Snapshot
+from mori_shmem.targets.gpu_fabric import GpuFabric
 from mori_shmem.variables import BACKEND, ENGINES, QUEUES, TIMEOUT_S
 from mori_shmem.window import Ref, Window, check_ref, check_word
 from mori_shmem.wording import forked, queue_limit, raise_faults, worded
@@ -216,7 +224,7 @@ class Communicator:
             return self.target.map_window(self.core, part, fds, nbytes, deadline)
 
         try:
-            offers = self._mesh.exchange("alloc", (nbytes, kind, fault), deadline, part.fds if part else [])
+            offers = self._exchange("alloc", (nbytes, kind, fault), deadline, part.fds if part else [])
             self._check_offers([offer.value for offer in offers])
             core = self._all_or_none("alloc", map_window, deadline)
         finally:
@@ -247,7 +255,7 @@ class Communicator:
             return self.target.map_imported(self.core, part, places, fds)
 
         try:
-            offers = self._mesh.exchange("import_tensor", given, deadline, part.fds if part else [])
+            offers = self._exchange("import_tensor", given, deadline, part.fds if part else [])
             places = imports.check_offers([offer.value for offer in offers])
             core = self._all_or_none("import_tensor", map_imported, deadline)
         finally:
@@ -257,6 +265,17 @@ class Communicator:
         self._num_windows += 1
         self._windows.add(window)
         return window
+
+    def _exchange(
+        self, kind: str, value: object, deadline: Deadline, fds: Sequence[int] = ()
+    ) -> list[Message]:
+        """Collective: everybody's value. Where it ends with a rank's death, so do this rank's kernels."""
+        try:
+            return self._mesh.exchange(kind, value, deadline, fds)
+        except PeerDied as error:
+            if isinstance(self.core, GpuFabric):
+                self.core.heard_of_death(error.peers)
+            raise
 
     def _descriptors(self, what: str, offers: list[Message]) -> list[list[int]]:
         """What everybody has offered, if it is all here."""
@@ -303,7 +322,7 @@ class Communicator:
             fault = worded(error, self, f"{what} (map)")
         except DescriptorLimitError as error:
             fault = error
-        faults = [message.value for message in self._mesh.exchange(f"{what}/map", fault, deadline)]
+        faults = [message.value for message in self._exchange(f"{what}/map", fault, deadline)]
         if result is not None and any(faults):
             result.close()
         raise_faults(what, faults)
@@ -438,7 +457,7 @@ class Communicator:
         self.check_open()
         limit = self.checked_timeout(timeout_s)
         deadline = Deadline(self.timeout_s if limit is None else limit)
-        return [message.value for message in self._mesh.exchange("all_gather", obj, deadline)]
+        return [message.value for message in self._exchange("all_gather", obj, deadline)]
 
     def self_test(self) -> None:
         """Collective: prove that bytes, signals and order work between every pair; else TransportInert on

@@ -52,7 +52,9 @@ def room() -> float:
 def check_room(who: str, needed: int) -> None:
     """DescriptorLimitError unless `who`, which is this process, may hold so many descriptors more."""
     if (free := room()) < needed:
-        raise limit_error(who, f"{needed} more file descriptors are needed, {free:g} can be had", int(needed - free))
+        raise limit_error(
+            who, f"{needed} more file descriptors are needed, {free:g} can be had", int(needed - free)
+        )
 
 
 def needed_by_init(world_size: int) -> int:

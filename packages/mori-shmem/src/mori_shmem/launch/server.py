@@ -82,15 +82,18 @@ def _threads() -> dict[int, str]:
 def _refusal(module: str, threads: list[str]) -> Refused:
     error = ArgumentError(
         f"preload({module!r}): importing it starts threads ({', '.join(threads)}). Ranks are forked from the "
-        "process that has imported it, and locks that those threads hold at that moment would stay locked in "
-        "the ranks for ever. Leave it out of preload: ranks import it themselves. The next run goes without it"
+        "process that has imported it, and locks that those threads hold at that moment would stay locked "
+        "in the ranks for ever. Leave it out of preload: ranks import it themselves. The next run goes without "
+        "it"
     )
     return Refused(error, module)
 
 
 def _too_few(fds: list[int]) -> Refused:
     """Of a caller's descriptors not all came."""
-    return Refused(descriptors.limit_error("the process that forks ranks", f"{len(fds)} of 3 descriptors came", 3))
+    return Refused(
+        descriptors.limit_error("the process that forks ranks", f"{len(fds)} of 3 descriptors came", 3)
+    )
 
 
 def _reap() -> bool:

@@ -50,7 +50,9 @@ def main(run_fd: int, stdout_fd: int, stderr_fd: int) -> None:
                 job: Job = wire.receive(caller)
                 try:
                     with descriptors.limit_named(f"run_ranks of {job.world_size} ranks"):
-                        descriptors.check_room(f"run_ranks of {job.world_size} ranks", _needed(job.world_size))
+                        descriptors.check_room(
+                            f"run_ranks of {job.world_size} ranks", _needed(job.world_size)
+                        )
                         _Run(job, caller).supervise()
                 except DescriptorLimitError as error:
                     caller.sendall(wire.encode(Refused(error)))

@@ -83,8 +83,8 @@ class Kernel:
     def _missing(self) -> MoriError:
         folder = os.environ.get("FLYDSL_RUNTIME_CACHE_DIR", "")
         return MoriError(
-            f"kernel {self._name} is not in the cache {folder} (FLYDSL_RUNTIME_CACHE_DIR) as these versions of "
-            "mori-gemm-ar and flydsl make it, and FLYDSL_RUNTIME_RUN_ONLY=1 forbids compiling it. Add it, with N "
-            f"columns of C and W ranks: python -m mori_gemm_ar.targets.rocm.compile --cache-dir {folder or 'DIR'} "
-            "-n N --world-size W"
+            f"kernel {self._name} is not in the cache {folder} (FLYDSL_RUNTIME_CACHE_DIR) as these versions "
+            "of mori-gemm-ar and flydsl make it, and FLYDSL_RUNTIME_RUN_ONLY=1 forbids compiling it. Add it, "
+            "with N columns of C and W ranks: python -m mori_gemm_ar.targets.rocm.compile "
+            f"--cache-dir {folder or 'DIR'} -n N --world-size W"
         )
