@@ -14,6 +14,7 @@ waits of those who need it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from mori_shmem import descriptors, imports, steps, variables
 from mori_shmem.bootstrap import Place, find_place, register
-from mori_shmem.core import CoreError
+from mori_shmem.core import CoreError, core_error
 from mori_shmem.deadline import Deadline
 from mori_shmem.errors import (
     ArgumentError,
@@ -56,6 +57,7 @@ _TARGETS = {
 }
 _BACKENDS = ("auto", *_TARGETS)
 KINDS = ("data", "signals")
+_LIVING_S = 1.0  # how long a wait for a living rank goes on where another has died
 _DRAIN_S = 1.0  # how long close() lets the queues finish what they hold
 
 
@@ -398,24 +400,38 @@ class Communicator:
         """Sleep until the 64-bit word compares (acquire); returns the value seen.
 
         `peer` is the rank that is expected to write it: if that rank dies or leaves, PeerDied. Without it
-        any rank's death raises. `what` goes into the error: name the thing that is waited for.
+        any rank's death raises. While `peer` lives it may still write: when another rank has died, it gets
+        a second, and then PeerDied names the dead. `what` goes into the error: name the thing that is waited
+        for. Callers that go on without the dead wait with `words`, for whom they have chosen.
         """
         check_word(self, where, "wait")
         steps.check_value("value", value, 1 << 64)
         steps.check_one_of("cmp", cmp, steps.COMPARISONS)
         if peer is not None and (type(peer) is not int or not 0 <= peer < self.world_size):
             raise ArgumentError(f"peer {peer!r}: ranks of this communicator are 0..{self.world_size - 1}")
+        limit = self.checked_timeout(timeout_s)
+        deadline = Deadline(self.timeout_s if limit is None else limit)
+        wait = functools.partial(self.core.wait, where.address, value, cmp, peer=-1 if peer is None else peer)
         try:
-            seen: int = self.core.wait(
-                where.address,
-                value,
-                cmp,
-                peer=-1 if peer is None else peer,
-                timeout_s=self.checked_timeout(timeout_s),
-            )
-            return seen
+            while True:
+                try:
+                    return int(wait(timeout_s=max(min(deadline.left_s(), _LIVING_S), 0.0)))
+                except CoreError as error:
+                    self._raise_unless_early(error, deadline)
         except CoreError as error:
             raise worded(error, self, f"wait for {what}" if what else "wait") from None
+
+    def _raise_unless_early(self, error: CoreError, deadline: Deadline) -> None:
+        """A wait has ended with this: go on if that was one of its slices, and no rank has died in it."""
+        if error.kind != "timeout" or error.info.get("what") == "kernel":
+            raise error
+        if dead := [rank for rank, state in enumerate(self.core.peer_states()) if state == "dead"]:
+            if isinstance(self.core, GpuFabric):
+                self.core.heard_of_death(dead)
+            raise core_error("peer_died", **{**error.info, "ranks": dead})
+        if deadline.passed():
+            waited_s = deadline.timeout_s - deadline.left_s()
+            raise core_error("timeout", **{**error.info, "waited_s": waited_s})
 
     def words(self, refs: Sequence[Ref], peers: Sequence[int]) -> Words:
         """Signals of one purpose, checked once, to be set and awaited together; `peers[i]` writes refs[i]."""

@@ -36,5 +36,6 @@ def check_memory(needed: int, what: str, num_ranks: int = 1, meminfo: str = MEMI
     if needed > free:
         raise UnsupportedShape(
             f"{what}: {num_ranks} rank{'s' * (num_ranks > 1)} of this machine and their float64 check need "
-            f"at least {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: smaller sizes, or fewer ranks"
+            f"at least {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: smaller sizes, "
+            "or fewer ranks"
         )

@@ -83,8 +83,8 @@ def _refusal(module: str, threads: list[str]) -> Refused:
     error = ArgumentError(
         f"preload({module!r}): importing it starts threads ({', '.join(threads)}). Ranks are forked from the "
         "process that has imported it, and locks that those threads hold at that moment would stay locked "
-        "in the ranks for ever. Leave it out of preload: ranks import it themselves. The next run goes without "
-        "it"
+        "in the ranks for ever. Leave it out of preload: ranks import it themselves. The next run goes "
+        "without it"
     )
     return Refused(error, module)
 
