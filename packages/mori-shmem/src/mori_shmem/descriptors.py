@@ -16,7 +16,6 @@ import resource
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mori_shmem.core import CoreError
 from mori_shmem.errors import DescriptorLimitError
 
 if TYPE_CHECKING:
@@ -30,7 +29,8 @@ def ran_out(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno in _RAN_OUT:
             return True
-        if isinstance(error, CoreError) and error.info.get("errno") in _RAN_OUT:
+        facts = getattr(error, "info", None)  # of a CoreError; launchers get here where there is no core
+        if isinstance(facts, dict) and facts.get("errno") in _RAN_OUT:
             return True
         if isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error):  # torch's
             return True
@@ -96,7 +96,7 @@ def limit_named(who: str) -> Iterator[None]:
     """What fails in here for want of a descriptor becomes a DescriptorLimitError."""
     try:
         yield
-    except (OSError, CoreError, RuntimeError) as error:
+    except Exception as error:
         if isinstance(error, DescriptorLimitError) or not ran_out(error):
             raise
         raise limit_error(who, "no file descriptor was left") from error
