@@ -6,11 +6,13 @@ import pytest
 import torch
 from mori_bench import check_row, results_in
 from mori_bench.faults import FAULTS
+from mori_gemm_ar.bench import limits
 from mori_gemm_ar.bench.__main__ import main, parser
 from mori_gemm_ar.bench.cases import cases_from
 from mori_gemm_ar.bench.report import overlap
 from mori_gemm_ar.plan import Phase
-from mori_shmem.errors import ArgumentError
+from mori_shmem.errors import ArgumentError, UnsupportedShape
+from mori_shmem.launch import client
 
 SMALL = ["--world-size", "2", "-m", "150", "-n", "192", "-k", "256", "--reps", "2", "--warmup", "0"]
 
@@ -128,12 +130,42 @@ def parsed(*argv):
 def test_PK_2_options_that_a_mode_would_ignore_are_refused(capsys):
     with pytest.raises(ArgumentError, match=r"chunks=4 has no effect"):
         parsed("--mode", "split-lsa", "--chunks", "4")
-    with pytest.raises(SystemExit) as refusal:
-        main(["--mode", "gemm-only", "--gather-dtype", "fp8"])
-    assert refusal.value.code == 2
+    assert main(["--mode", "gemm-only", "--gather-dtype", "fp8"]) == 2
     assert "gemm-only does not communicate" in capsys.readouterr().err
     with pytest.raises(ArgumentError, match=r"publish: no mode can honour this"):
         parsed("--publish", "fence")
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "said"),
+    [
+        (["-n", "999999999"], {}, "-m 1024 -n 999999999 -k 768: 8 ranks of this machine and their float64"),
+        (["-k", "999999999", "--mode", "fused-lsa"], {}, "-m 1024 -n 1536 -k 999999999: 8 ranks"),
+        (["-m", "999999999"], {}, "m_max=999999999: from 1 to"),
+        (["-m", "16777215", "-n", "1048576", "-k", "128"], {}, "-m 16777215 -n 1048576 -k 128: 8 ranks"),
+        (["-n", "9999999999999999"], {}, "n=9999999999999999, m_max=1024 on 8 ranks need a window of"),
+        (["accuracy", "-k", "999999999"], {}, "-k 999999999: 1 rank of this machine"),
+        (["accuracy", "-k", "-1"], {}, "-k -1: at least 1"),
+        (["table", "headline", "-n", "999999936"], {}, "-m 1 -n 999999936 -k 256: 8 ranks"),
+        ([], {"MORI_TIMEOUT_S": "-1"}, "MORI_TIMEOUT_S='-1' is refused: it takes a number from 0.01"),
+        ([], {"MORI_GEMM_AR_PULL_BLOCKS": "abc"}, "MORI_GEMM_AR_PULL_BLOCKS='abc' is refused"),
+        (["table", "headline"], {"MORI_SHMEM_QUEUES": "0"}, "MORI_SHMEM_QUEUES='0' is refused"),
+    ],
+)
+def test_the_command_refuses_in_one_line_before_it_starts_ranks(argv, variables, said, monkeypatch, capfd):
+    monkeypatch.setattr(client._server, "request_run", lambda connection: pytest.fail("ranks were started"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main([*argv, "--backend", "host"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"mori-gemm-ar-bench: error: {said}"), line
+
+
+def test_memory_is_enough_or_both_numbers_are_named(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1024 kB\n")
+    limits.check_memory(1 << 20, "-m 1", 2, str(tmp_path / "meminfo"))
+    with pytest.raises(UnsupportedShape, match=r"-m 1: 2 ranks .* need at least 0.0 GiB, 0.0 GiB are free"):
+        limits.check_memory((1 << 20) + 1, "-m 1", 2, str(tmp_path / "meminfo"))
 
 
 def test_all_modes_take_the_options_that_mean_something_to_them():

@@ -168,4 +168,6 @@ def test_kernels_compiled_ahead_of_time_are_all_that_a_run_needs(tmp_path):
     assert (code, "ok one_block_ptpc" in output) == (0, True), output
     code, output = simulate("rocm_gemm_program.py", "one_block_mxfp8", **variables)
     assert code != 0
-    assert "no usable AOT cache" in output
+    assert "MoriError: kernel " in output
+    assert f"is not in the cache {tmp_path / 'cache'} (FLYDSL_RUNTIME_CACHE_DIR)" in output
+    assert f"python -m mori_gemm_ar.targets.rocm.compile --cache-dir {tmp_path / 'cache'} -n N" in output

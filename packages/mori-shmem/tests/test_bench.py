@@ -13,6 +13,7 @@ from mori_bench.faults import FAULTS
 from mori_shmem.bench.__main__ import main
 from mori_shmem.bench.put import SIZES
 from mori_shmem.bench.targets import targets
+from mori_shmem.launch import client
 
 Bench = Callable[..., tuple[int, list[dict[str, Any]], str]]
 
@@ -73,6 +74,32 @@ def test_what_it_cannot_do_is_refused(bench: Bench, capfd: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         bench("--world-size", "2", "--trace", "x.json")
     assert "no phases to trace" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        ((), {"MORI_TIMEOUT_S": "-1"}, "MORI_TIMEOUT_S='-1' is refused: it takes a number from 0.01"),
+        ((), {"MORI_SHMEM_RING_BYTES": "abc"}, "MORI_SHMEM_RING_BYTES='abc' is refused"),
+        (("--world-size", "99999"), {}, "world_size=99999: run_ranks starts 1 to 1024 ranks"),
+        (("--backend", "host", "--part", "pairs"), {}, "--part pairs: on the host backend there are put"),
+    ],
+)
+def test_the_command_refuses_in_one_line_before_it_starts_ranks(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    variables: dict[str, str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(client._server, "request_run", lambda connection: pytest.fail("ranks were started"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, _, output = bench(*arguments)
+    assert code == 2
+    lines = [line for line in output.splitlines() if not line.endswith("...")]  # what it was about to run
+    assert len(lines) == 1
+    assert lines[0].startswith(f"mori-shmem-bench: error: {said}")
 
 
 def test_the_console_script_is_installed() -> None:

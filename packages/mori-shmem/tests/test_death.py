@@ -22,6 +22,10 @@ def _wait(comm: Any, window: Any) -> None:
     comm.wait(window.at(0), 1, peer=comm.world_size - 1, what="news", timeout_s=30)
 
 
+def _wait_for_the_living(comm: Any, window: Any) -> None:
+    comm.wait(window.at(0), 1, peer=(comm.rank + 1) % (comm.world_size - 1), what="news", timeout_s=30)
+
+
 def _wait_for_anybody(comm: Any, window: Any) -> None:
     comm.wait(window.at(0), 1, timeout_s=30)
 
@@ -55,7 +59,16 @@ def _named_memory() -> set[str]:
 
 CALLS = {
     call.__name__[1:]: call
-    for call in (_wait, _wait_for_anybody, _barrier, _alloc, _all_gather, _self_test, _quiet)
+    for call in (
+        _wait,
+        _wait_for_the_living,
+        _wait_for_anybody,
+        _barrier,
+        _alloc,
+        _all_gather,
+        _self_test,
+        _quiet,
+    )
 }
 
 
@@ -145,6 +158,29 @@ def test_SH_7_a_survivor_started_by_hand_ends_by_itself() -> None:
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+def test_a_living_rank_may_still_write_where_another_has_died() -> None:
+    """It gets a second after each wait has begun; a word that has come is never lost to a death."""
+
+    def rank() -> list[int]:
+        comm = mori_shmem.init("host", timeout_s=30)
+        window = comm.alloc(4096)
+        comm.barrier()
+        if comm.rank == 2:
+            die()
+        seen = []
+        for value in range(1, 4):
+            if comm.rank == 1:
+                time.sleep(0.3)
+                comm.signal(window.at(0, 0), value)
+            else:
+                seen.append(comm.wait(window.at(0), value, peer=1))
+        comm.close()
+        return seen
+
+    first, second, _ = run_ranks_to_the_end(rank, 3, timeout_s=60)
+    assert (first.value, second.value) == ([1, 2, 3], []), (first.error, second.error)
 
 
 def test_a_rank_that_left_is_told_from_one_that_died() -> None:

@@ -121,6 +121,25 @@ def test_SH_7_a_wait_of_the_host_that_finds_a_rank_dead_ends_the_kernels(
     assert int(fabric.record.memory[0]) == (words.CODE_ABANDONED if ends_kernels else 0)
 
 
+@pytest.mark.parametrize("ends_kernels", [True, False])
+def test_SH_7_so_does_a_collective_that_does_also_where_only_its_socket_is_closed_yet(
+    ends_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Alone, "ends_kernels", ends_kernels)
+    states = ["alive", "left", "alive"]
+    fabric = Alone(states)
+    fabric.heard_of_death([1])
+    fabric.check()  # it has left, and nobody has died
+    asked = iter(range(100))
+
+    def peer_states() -> list[str]:
+        return ["alive", "left", "dead" if next(asked) > 10 else "alive"]
+
+    fabric.control.peer_states = peer_states  # type: ignore[method-assign]
+    fabric.heard_of_death([2])
+    assert fabric.record.gone == ([2] if ends_kernels else [])
+
+
 # ---- an op's own records ----
 
 

@@ -358,3 +358,27 @@ def test_a_module_that_exits_is_left_to_the_ranks(
     assert mori_shmem.run_ranks(my_rank, 2) == [0, 1]
     with pytest.raises(ArgumentError, match=r"preload\(7\): names of modules"):
         preload(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["Python's", "native"])
+def test_a_module_that_starts_threads_is_refused_by_name(
+    native: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = """
+        import threading
+        threading.Thread(target=threading.Event().wait, name="heartbeat", daemon=True).start()
+    """
+    of_c = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.pause, None)
+    """
+    (tmp_path / "mori_test_threads.py").write_text(textwrap.dedent(of_c if native else python))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    preload("mori_test_threads", "wave")
+    said = r"preload\('mori_test_threads'\): importing it starts threads \(%s\)"
+    with pytest.raises(ArgumentError, match=said % (".+" if native else "heartbeat")):
+        mori_shmem.run_ranks(my_rank, 2)
+    # The next run goes without it, and with the rest.
+    loaded = mori_shmem.run_ranks(lambda: [m for m in ("mori_test_threads", "wave") if m in sys.modules], 2)
+    assert loaded == [["wave"], ["wave"]]

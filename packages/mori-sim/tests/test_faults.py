@@ -48,6 +48,14 @@ def test_a_bad_packet_aborts_with_its_dwords(program, kind):
         assert word in outcome.output
 
 
+def test_a_launch_without_a_descriptor_left_is_an_error_of_that_call(program, examples):
+    outcome = program("faults.py", "no_descriptors", examples.code_object("sum_slices"))
+    assert outcome.code == 0, outcome.output  # hipErrorOutOfMemory, and nothing final
+    assert "returned 2" in outcome.output
+    assert "Too many open files: this process may hold" in outcome.output
+    assert "came 80418041" in outcome.output  # 8 x 2.0, also with none left once the node has what it needs
+
+
 def test_a_stuck_kernel_is_described(program, examples, tmp_path):
     report = tmp_path / "report.jsonl"
     outcome = program(

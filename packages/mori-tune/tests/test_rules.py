@@ -13,7 +13,7 @@ import pytest
 from mori_tune import EP_COMBINE, EP_DISPATCH, Query, RulesError, agree
 from mori_tune.device import Device
 from mori_tune.rules import book as book_module
-from mori_tune.rules.book import Book, Decision, say
+from mori_tune.rules.book import Book, Decision, agreed_book, say
 from mori_tune.rules.files import read_tables
 from mori_tune.settings import Settings
 
@@ -321,6 +321,24 @@ def test_TU_2_ranks_that_see_different_rules_use_one(
     assert [a.params for a in agreed] == [GEOMETRY] * 3
     assert "rank 1" in caplog.text
     assert agree(first, lambda mine: [mine, mine]) is first
+
+
+def test_TU_2_a_book_that_knows_the_device_goes_before_lower_ranks_that_do_not(
+    book: Callable[..., Book], user: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 sees rules for another architecture alone, rank 1 was told to ignore its rules, rank 2 has some:
+    all use rank 2's, and it is said."""
+    write(user / "a.json", rule(), gpu_arch="gfx950")
+    elsewhere = book()
+    write(user / "a.json", rule())
+    by_hand, knows = book(MORI_EP_LAUNCH_CONFIG_MODE="MANUAL"), book()
+    books = [elsewhere, by_hand, knows]
+    for mine in books:
+        answers = iter([[b.content() for b in books], [b.without_memory() for b in books]])
+        agreed = agreed_book(mine, DEVICE, lambda _, answers=answers: next(answers))  # type: ignore[misc]
+        assert agreed.decide(query()).params == GEOMETRY
+    assert "ranks [0, 1] see other rules than rank 2, whose are used" in caplog.text
+    assert agreed_book(knows, DEVICE, lambda mine: [mine, mine]) is knows
 
 
 def test_lookups_are_cheap_when_repeated(book: Callable[..., Book], user: Path) -> None:

@@ -249,3 +249,27 @@ def test_the_default_stays_where_the_best_is_not_told_apart_from_it(
     assert far.verdict("run").winner.index == 1
     nobody = search_with([around(568.4), around(568.2)], smaller_first=sizes)
     assert nobody.verdict("run").winner.index == 1, "without a default the smaller grid is taken"
+
+
+def test_visits_that_are_set_aside_are_repeated_and_not_paid_for(times_of: TimesOf) -> None:
+    """Processes in slow mode have measured everything once: the search begins anew, with its whole budget."""
+    search = Search(4, ("run",), max_visits=6)
+    for index in range(4):
+        search.feed(index, times_of(150.0 + index), group=1)
+    assert search.set_aside(1) == 4
+    assert search.num_visits == 0
+    asked = []
+    while (request := search.next()) is not None:
+        asked.append(request.index)
+        search.feed(request.index, times_of(100.0 + 0.1 * request.index), group=2)
+    assert asked[:4] == [0, 1, 2, 3]
+    assert search.verdict("run").winner.average_us < 101
+
+
+def test_what_the_budget_did_not_tell_apart_is_called_unresolved(search_with: SearchWith) -> None:
+    """5 % behind is no tie, and with one visit each in noise of 10 % it is not known to be slower."""
+    near = Times({"run": [[95.0], [105.0], [115.0], [105.0], [105.0 - 20], [125.0]]}, {})
+    best = Times({"run": [[90.0], [100.0], [110.0], [100.0], [80.0], [120.0]]}, {})
+    far = Times({"run": [[180.0], [200.0], [220.0]]}, {})
+    verdict = search_with([best, near, far], max_visits=3).verdict("run")
+    assert (verdict.winner.index, verdict.ties, verdict.unresolved) == (0, (), (1,))

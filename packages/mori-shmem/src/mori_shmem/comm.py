@@ -14,6 +14,7 @@ waits of those who need it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -25,13 +26,21 @@ from typing import TYPE_CHECKING, Any
 
 from mori_shmem import descriptors, imports, steps, variables
 from mori_shmem.bootstrap import Place, find_place, register
-from mori_shmem.core import CoreError
+from mori_shmem.core import CoreError, core_error
 from mori_shmem.deadline import Deadline
-from mori_shmem.errors import ArgumentError, ClosedError, DescriptorLimitError, LayoutError, MoriError
+from mori_shmem.errors import (
+    ArgumentError,
+    ClosedError,
+    DescriptorLimitError,
+    LayoutError,
+    MoriError,
+    PeerDied,
+)
 from mori_shmem.mesh import Mesh, Message
 from mori_shmem.queue import CopyQueue
 from mori_shmem.rendezvous import meet
 from mori_shmem.settings import Snapshot
+from mori_shmem.targets.gpu_fabric import GpuFabric
 from mori_shmem.variables import BACKEND, ENGINES, QUEUES, TIMEOUT_S
 from mori_shmem.window import Ref, Window, check_ref, check_word
 from mori_shmem.wording import forked, queue_limit, raise_faults, worded
@@ -48,6 +57,7 @@ _TARGETS = {
 }
 _BACKENDS = ("auto", *_TARGETS)
 KINDS = ("data", "signals")
+_LIVING_S = 1.0  # how long a wait for a living rank goes on where another has died
 _DRAIN_S = 1.0  # how long close() lets the queues finish what they hold
 
 
@@ -216,7 +226,7 @@ class Communicator:
             return self.target.map_window(self.core, part, fds, nbytes, deadline)
 
         try:
-            offers = self._mesh.exchange("alloc", (nbytes, kind, fault), deadline, part.fds if part else [])
+            offers = self._exchange("alloc", (nbytes, kind, fault), deadline, part.fds if part else [])
             self._check_offers([offer.value for offer in offers])
             core = self._all_or_none("alloc", map_window, deadline)
         finally:
@@ -247,7 +257,7 @@ class Communicator:
             return self.target.map_imported(self.core, part, places, fds)
 
         try:
-            offers = self._mesh.exchange("import_tensor", given, deadline, part.fds if part else [])
+            offers = self._exchange("import_tensor", given, deadline, part.fds if part else [])
             places = imports.check_offers([offer.value for offer in offers])
             core = self._all_or_none("import_tensor", map_imported, deadline)
         finally:
@@ -257,6 +267,17 @@ class Communicator:
         self._num_windows += 1
         self._windows.add(window)
         return window
+
+    def _exchange(
+        self, kind: str, value: object, deadline: Deadline, fds: Sequence[int] = ()
+    ) -> list[Message]:
+        """Collective: everybody's value. Where it ends with a rank's death, so do this rank's kernels."""
+        try:
+            return self._mesh.exchange(kind, value, deadline, fds)
+        except PeerDied as error:
+            if isinstance(self.core, GpuFabric):
+                self.core.heard_of_death(error.peers)
+            raise
 
     def _descriptors(self, what: str, offers: list[Message]) -> list[list[int]]:
         """What everybody has offered, if it is all here."""
@@ -303,7 +324,7 @@ class Communicator:
             fault = worded(error, self, f"{what} (map)")
         except DescriptorLimitError as error:
             fault = error
-        faults = [message.value for message in self._mesh.exchange(f"{what}/map", fault, deadline)]
+        faults = [message.value for message in self._exchange(f"{what}/map", fault, deadline)]
         if result is not None and any(faults):
             result.close()
         raise_faults(what, faults)
@@ -379,24 +400,38 @@ class Communicator:
         """Sleep until the 64-bit word compares (acquire); returns the value seen.
 
         `peer` is the rank that is expected to write it: if that rank dies or leaves, PeerDied. Without it
-        any rank's death raises. `what` goes into the error: name the thing that is waited for.
+        any rank's death raises. While `peer` lives it may still write: when another rank has died, it gets
+        a second, and then PeerDied names the dead. `what` goes into the error: name the thing that is waited
+        for. Callers that go on without the dead wait with `words`, for whom they have chosen.
         """
         check_word(self, where, "wait")
         steps.check_value("value", value, 1 << 64)
         steps.check_one_of("cmp", cmp, steps.COMPARISONS)
         if peer is not None and (type(peer) is not int or not 0 <= peer < self.world_size):
             raise ArgumentError(f"peer {peer!r}: ranks of this communicator are 0..{self.world_size - 1}")
+        limit = self.checked_timeout(timeout_s)
+        deadline = Deadline(self.timeout_s if limit is None else limit)
+        wait = functools.partial(self.core.wait, where.address, value, cmp, peer=-1 if peer is None else peer)
         try:
-            seen: int = self.core.wait(
-                where.address,
-                value,
-                cmp,
-                peer=-1 if peer is None else peer,
-                timeout_s=self.checked_timeout(timeout_s),
-            )
-            return seen
+            while True:
+                try:
+                    return int(wait(timeout_s=max(min(deadline.left_s(), _LIVING_S), 0.0)))
+                except CoreError as error:
+                    self._raise_unless_early(error, deadline)
         except CoreError as error:
             raise worded(error, self, f"wait for {what}" if what else "wait") from None
+
+    def _raise_unless_early(self, error: CoreError, deadline: Deadline) -> None:
+        """A wait has ended with this: go on if that was one of its slices, and no rank has died in it."""
+        if error.kind != "timeout" or error.info.get("what") == "kernel":
+            raise error
+        if dead := [rank for rank, state in enumerate(self.core.peer_states()) if state == "dead"]:
+            if isinstance(self.core, GpuFabric):
+                self.core.heard_of_death(dead)
+            raise core_error("peer_died", **{**error.info, "ranks": dead})
+        if deadline.passed():
+            waited_s = deadline.timeout_s - deadline.left_s()
+            raise core_error("timeout", **{**error.info, "waited_s": waited_s})
 
     def words(self, refs: Sequence[Ref], peers: Sequence[int]) -> Words:
         """Signals of one purpose, checked once, to be set and awaited together; `peers[i]` writes refs[i]."""
@@ -438,7 +473,7 @@ class Communicator:
         self.check_open()
         limit = self.checked_timeout(timeout_s)
         deadline = Deadline(self.timeout_s if limit is None else limit)
-        return [message.value for message in self._mesh.exchange("all_gather", obj, deadline)]
+        return [message.value for message in self._exchange("all_gather", obj, deadline)]
 
     def self_test(self) -> None:
         """Collective: prove that bytes, signals and order work between every pair; else TransportInert on

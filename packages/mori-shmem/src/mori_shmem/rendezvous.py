@@ -2,7 +2,8 @@
 
   1. Each rank listens on a socket with a random name in Linux's abstract namespace (nothing appears in a
      file system, the name dies with the process) and leaves a card in the store: that name, a secret token,
-     its pid and which machine it is on.
+     its pid and which machine it is on. A rank that sees it may hold too few descriptors for all this says
+     so on its card, and the others need not wait for it.
   2. Each rank waits for all cards. At the deadline the ranks without a card are named.
   3. Each rank connects to the ranks below it and accepts those above it. The caller says the token of the
      called, and the kernel says the caller's user id: other users of the machine are turned away.
@@ -23,9 +24,10 @@ import struct
 import time
 from dataclasses import asdict, dataclass
 
+from mori_shmem import descriptors
 from mori_shmem.bootstrap import Place
 from mori_shmem.deadline import Deadline
-from mori_shmem.errors import ArgumentError, PeerDied, PeerTimeout, TransportInert
+from mori_shmem.errors import ArgumentError, DescriptorLimitError, PeerDied, PeerTimeout, TransportInert
 
 _HELLO = struct.Struct("<32sI")  # token, rank of the caller
 _POLL_S = (0.001, 0.02)  # first and longest pause between looks into the store
@@ -41,10 +43,12 @@ class Card:
     host: str  # same text: same kernel and same network namespace
     hostname: str
     world_size: int
+    refusal: str = ""  # why this rank will not come
 
 
 def meet(place: Place, key: str, deadline: Deadline) -> dict[int, socket.socket]:
     """A connected socket for each peer. `key` is this communicator's own part of the store."""
+    _check_room(place, key)
     address = f"mori-shmem-{secrets.token_hex(12)}"
     token = secrets.token_hex(16)
     host, hostname = _this_host()
@@ -66,6 +70,16 @@ def meet(place: Place, key: str, deadline: Deadline) -> dict[int, socket.socket]
     return sockets
 
 
+def _check_room(place: Place, key: str) -> None:
+    """Raise, and leave word of it, if this process may not hold what is to come."""
+    who = f"rank {place.rank} of {place.world_size}, in init"
+    try:
+        descriptors.check_room(who, descriptors.needed_by_init(place.world_size))
+    except DescriptorLimitError as error:
+        _leave_card(place, key, Card("", "", os.getpid(), "", "", place.world_size, refusal=str(error)))
+        raise
+
+
 def _this_host() -> tuple[str, str]:
     """Two processes can share memory and abstract sockets if kernel and network namespace are the same."""
     with open("/proc/sys/kernel/random/boot_id") as f:
@@ -73,11 +87,15 @@ def _this_host() -> tuple[str, str]:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}", socket.gethostname()
 
 
+def _leave_card(place: Place, prefix: str, card: Card) -> None:
+    place.store.set(f"{prefix}/{place.rank}", json.dumps(asdict(card)))
+
+
 def _exchange_cards(place: Place, prefix: str, mine: Card, deadline: Deadline) -> list[Card]:
     """Publish my card and wait for all. Looks with pauses: a blocking wait would hold the store's lock, and
     with it the other threads of this process that make communicators over the same store."""
     keys = [f"{prefix}/{rank}" for rank in range(place.world_size)]
-    place.store.set(keys[place.rank], json.dumps(asdict(mine)))
+    _leave_card(place, prefix, mine)
     pause_s, longest_s = _POLL_S
     while not place.store.check(keys):
         if deadline.passed():
@@ -98,6 +116,8 @@ def _exchange_cards(place: Place, prefix: str, mine: Card, deadline: Deadline) -
 def _check_cards(place: Place, cards: list[Card]) -> None:
     mine = cards[place.rank]
     for rank, card in enumerate(cards):
+        if card.refusal:
+            raise DescriptorLimitError(f"rank {rank} cannot take part: {card.refusal}")
         if card.world_size != place.world_size:
             raise ArgumentError(
                 f"rank {place.rank} was given world_size={place.world_size}, rank {rank} {card.world_size}: "

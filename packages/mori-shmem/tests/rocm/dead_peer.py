@@ -21,6 +21,8 @@ WAITS: dict[str, Wait] = {
     "barrier": lambda comm, flags: comm.barrier(),
     "wait": lambda comm, flags: comm.wait(flags.at(8), 1, peer=1),
     "wait_for_anybody": lambda comm, flags: comm.wait(flags.at(8), 1),
+    "alloc": lambda comm, flags: comm.alloc(64),
+    "all_gather": lambda comm, flags: comm.all_gather(comm.rank),
 }
 
 

@@ -2,6 +2,9 @@
 // has ended it.
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,17 +56,37 @@ void write_aql_packet(uint8_t* to, const Dispatch& d, uint64_t descriptor) {
 
 }  // namespace
 
-uint64_t Node::acquire_arguments(size_t nbytes) {
-  auto& free = free_arguments_[nbytes];
-  if (free.empty()) {
-    const uint64_t slab = memory.allocate(std::max(kArgumentSlab, nbytes), kHostMemory, true, RangeKind::host);
-    for (uint64_t at = 0; at + nbytes <= std::max(kArgumentSlab, nbytes); at += nbytes) free.push_back(slab + at);
+// A block for one launch's arguments, given back with its last owner.
+class Node::Arguments {
+ public:
+  Arguments(Node& node, uint64_t address, size_t nbytes) : address(address), nbytes(nbytes), node_(node) {}
+  ~Arguments() {
+    const std::lock_guard lock(node_.arguments_mutex_);
+    node_.free_arguments_[nbytes].push_back(address);
   }
-  const uint64_t address = free.back();
-  free.pop_back();
-  return address;
+  const uint64_t address;
+  const size_t nbytes;
+
+ private:
+  Node& node_;
+};
+
+std::shared_ptr<Node::Arguments> Node::acquire_arguments(size_t nbytes) {
+  size_t block = kSmallestArguments;
+  while (block < nbytes) block *= 2;
+  uint64_t address;
+  {
+    const std::lock_guard lock(arguments_mutex_);
+    auto& free = free_arguments_[block];
+    if (free.empty()) {
+      const uint64_t slab = memory.allocate(std::max(kArgumentSlab, block), kHostMemory, true, RangeKind::host);
+      for (uint64_t at = 0; at + block <= std::max(kArgumentSlab, block); at += block) free.push_back(slab + at);
+    }
+    address = free.back();
+    free.pop_back();
+  }
+  return std::make_shared<Arguments>(*this, address, block);
 }
-void Node::release_arguments(uint64_t address, size_t nbytes) { free_arguments_[nbytes].push_back(address); }
 
 // What hidden_queue_ptr and the queue pointer SGPRs show: a queue's page with the two aperture words set.
 uint64_t Node::queue_page() {
@@ -103,42 +126,33 @@ void Node::launch(Stream* stream, Kernel* kernel, const LaunchShape& shape, void
                                                    : build_kernarg(info, shape, parameters, queue);
   const bool blocking = stream->is_null && !stream->capturing && uses_lent_memory(info, kernarg);
   const int device = stream->device;
-  struct Started {
-    uint64_t arguments = 0;
-    size_t block = kSmallestArguments;
-    DispatchId dispatch = 0;
-  };
-  auto start = [this, kernel, shape, lds, kernarg, device, queue] {
+  auto start = [this, kernel, shape, lds, kernarg, device, queue](const Arguments& arguments) {
     const KernelInfo& info = kernel->info;
-    Started started;
-    while (started.block < kernarg.size() + kAqlNbytes) started.block *= 2;
-    const uint64_t arguments = started.arguments = acquire_arguments(started.block);
-    std::memcpy(reinterpret_cast<void*>(arguments), kernarg.data(), kernarg.size());
+    std::memcpy(reinterpret_cast<void*>(arguments.address), kernarg.data(), kernarg.size());
 
     Dispatch d = dispatch_of(*kernel, shape, static_cast<uint32_t>(lds), device);
     d.rank = settings.rank >= 0 ? settings.rank : device;
-    d.kernarg = arguments;
+    d.kernarg = arguments.address;
     d.queue = queue;
     d.dispatch_id = ++next_dispatch_;
-    d.dispatch_packet = arguments + started.block - kAqlNbytes;
+    d.dispatch_packet = arguments.address + arguments.nbytes - kAqlNbytes;
     write_aql_packet(reinterpret_cast<uint8_t*>(d.dispatch_packet), d, kernel->module->address + info.descriptor_offset);
 
     std::lock_guard lock(machine_mutex_);
-    started.dispatch = machine_->submit(std::move(d));
-    return started;
+    return machine_->submit(std::move(d));
   };
-  enqueue(stream, "kernel " + info.name, [this, start] {
-    return [this, start, started = Started()](Operation&) mutable {
-      if (started.arguments == 0) {
-        started = start();
+  enqueue(stream, "kernel " + info.name, [this, start, nbytes = kernarg.size() + kAqlNbytes] {
+    return [this, start, arguments = acquire_arguments(nbytes), dispatch = std::optional<DispatchId>()](Operation&) mutable {
+      if (!dispatch) {
+        dispatch = start(*arguments);
         return false;
       }
       {
         std::lock_guard lock(machine_mutex_);
-        if (!machine_->done(started.dispatch)) return false;
-        machine_->agent_joined("host", started.dispatch);  // whoever in the host comes after it knows it
+        if (!machine_->done(*dispatch)) return false;
+        machine_->agent_joined("host", *dispatch);  // whoever in the host comes after it knows it
       }
-      release_arguments(started.arguments, started.block);
+      arguments.reset();
       return true;
     };
   });

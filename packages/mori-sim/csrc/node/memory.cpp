@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <sstream>
 #include <stdexcept>
 
 namespace mori_sim {
@@ -28,7 +30,14 @@ struct Trailer {
 
 uint64_t pages(uint64_t nbytes) { return (nbytes + kPage - 1) & ~(kPage - 1); }
 
-[[noreturn]] void fail_system(const std::string& what) { throw std::runtime_error(what + ": " + std::strerror(errno)); }
+[[noreturn]] void fail_system(const std::string& what) {
+  std::string text = what + ": " + std::strerror(errno);
+  rlimit limit{};
+  if (errno == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
+    text += ": this process may hold " + std::to_string(limit.rlim_cur) + " file descriptors, and device memory takes one an "
+            "allocation; raise the limit before it is started (ulimit -n)";
+  throw std::runtime_error(text);
+}
 
 uint64_t map_anywhere(const Backing& backing) {
   void* at = mmap(nullptr, pages(backing.nbytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, backing.fd, 0);
@@ -342,6 +351,7 @@ void AddressSpace::unregister_host(uint64_t address) {
 
 void AddressSpace::host_mappings_may_have_changed() {
   std::lock_guard lock(mutex_);
+  if (lend_host_memory_ && maps_ < 0 && (maps_ = open("/proc/self/maps", O_RDONLY | O_CLOEXEC)) < 0) fail_system("/proc/self/maps");
   if (lent_.empty()) return;
   lent_.clear();
   ++generation_;
@@ -364,24 +374,30 @@ bool AddressSpace::resolve_lent(int device, uint64_t address, Region* region) {
       return true;
     }
     if (attempt == 1 || address < kFirstLent) return false;
-    lent_.clear();
-    std::FILE* maps = std::fopen("/proc/self/maps", "re");
-    if (maps == nullptr) return false;
-    char line[4200];
-    while (std::fgets(line, sizeof line, maps) != nullptr) {
-      unsigned long long begin = 0, end = 0;
-      char mode[8] = "";
-      if (std::sscanf(line, "%llx-%llx %7s", &begin, &end, mode) != 3 || mode[0] != 'r' || mode[2] == 'x') continue;
-      if (std::strstr(line, "[v") != nullptr) continue;  // vvar, vdso, vsyscall
-      if (std::strstr(line, kMemoryName) != nullptr) continue;  // the rest of a device allocation's last page is nobody's
-      const bool writable = mode[1] == 'w';
-      auto last = lent_.empty() ? lent_.end() : std::prev(lent_.end());
-      if (last != lent_.end() && last->second.first == begin && last->second.second == writable) last->second.first = end;
-      else lent_[begin] = {end, writable};
-    }
-    std::fclose(maps);
+    read_lent();
   }
   return false;
+}
+
+void AddressSpace::read_lent() {
+  lent_.clear();
+  if (maps_ < 0 && (maps_ = open("/proc/self/maps", O_RDONLY | O_CLOEXEC)) < 0) return;
+  lseek(maps_, 0, SEEK_SET);
+  std::string maps;
+  char piece[1 << 14];
+  for (ssize_t n; (n = read(maps_, piece, sizeof piece)) > 0;) maps.append(piece, static_cast<size_t>(n));
+  std::istringstream lines(maps);
+  for (std::string line; std::getline(lines, line);) {
+    unsigned long long begin = 0, end = 0;
+    char mode[8] = "";
+    if (std::sscanf(line.c_str(), "%llx-%llx %7s", &begin, &end, mode) != 3 || mode[0] != 'r' || mode[2] == 'x') continue;
+    if (line.find("[v") != std::string::npos) continue;  // vvar, vdso, vsyscall
+    if (line.find(kMemoryName) != std::string::npos) continue;  // the rest of a device allocation's last page is nobody's
+    const bool writable = mode[1] == 'w';
+    auto last = lent_.empty() ? lent_.end() : std::prev(lent_.end());
+    if (last != lent_.end() && last->second.first == begin && last->second.second == writable) last->second.first = end;
+    else lent_[begin] = {end, writable};
+  }
 }
 
 // ---------------------------------------------------------------------------------------------- questions

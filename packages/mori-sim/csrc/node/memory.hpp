@@ -114,6 +114,7 @@ class AddressSpace : public Memory {
   void set_shift(Range& range, const Known& known);
   Known forget(const Range& range);  // what it was known by, if that ends with it
   bool resolve_lent(int device, uint64_t address, Region* region);
+  void read_lent();
   void poison(const Range& range);
 
   const bool lend_host_memory_, poison_;
@@ -122,6 +123,7 @@ class AddressSpace : public Memory {
   std::map<uint64_t, Known> known_;                // by inode of the backing
   std::map<uint64_t, uint64_t> reservations_;      // first address -> nbytes
   std::map<uint64_t, std::pair<uint64_t, bool>> lent_;  // ordinary mappings: first -> (end, writable)
+  int maps_ = -1;  // /proc/self/maps, kept open: while a kernel runs there may be no descriptor left
   std::array<std::array<bool, kMaxDevices>, kMaxDevices> peers_{};
   std::array<std::atomic<uint64_t>, kMaxDevices> used_{};
   std::atomic<uint64_t> generation_{1};

@@ -1,8 +1,9 @@
 // One process's view of the node: devices, modules, streams, and the thread that executes what the streams hold.
 //
-// A launch: launch() checks it and queues an operation -> the executor thread finds it at the head of its stream with
-// everything it waits for reached -> its step submits it to the machine -> the machine advances all kernels in flight
-// together, slice by slice -> the step sees it ended -> its mark is reached and waiting host threads wake.
+// A launch: launch() checks it, takes what it needs of memory and queues an operation -> the executor thread finds it at
+// the head of its stream with everything it waits for reached -> its step submits it to the machine -> the machine advances
+// all kernels in flight together, slice by slice -> the step sees it ended -> its mark is reached and waiting host threads
+// wake. What may not be there (memory, file descriptors) is thus missed in the call, whose error it is.
 // Streams of one process run together in this way; ranks are processes and run together anyway.
 //
 // Locks: queue_mutex_ for streams and marks (short), machine_mutex_ for the machine (as long as one slice). The
@@ -156,8 +157,8 @@ class Node {
   void enqueue(Stream* stream, std::string what, std::function<std::function<bool(Operation&)>()> make_step);
   void check_reachable(int device, uint64_t address, uint64_t nbytes, uint8_t rights, const char* what);
   bool uses_lent_memory(const KernelInfo& kernel, const std::vector<uint8_t>& kernarg);
-  uint64_t acquire_arguments(size_t nbytes);
-  void release_arguments(uint64_t address, size_t nbytes);
+  class Arguments;
+  std::shared_ptr<Arguments> acquire_arguments(size_t nbytes);
   uint64_t queue_page();
 
   std::vector<int> visible_;
@@ -165,6 +166,8 @@ class Node {
   std::recursive_mutex machine_mutex_;
   std::mutex queue_mutex_;
   std::condition_variable work_, done_;
+  std::mutex arguments_mutex_;
+  std::map<size_t, std::vector<uint64_t>> free_arguments_;  // by size class
   std::vector<std::unique_ptr<Stream>> streams_;
   std::map<int, Stream*> null_streams_;
   std::set<void*> live_streams_;
@@ -175,7 +178,6 @@ class Node {
   std::string fault_text_;
   size_t num_reports_ = 0;
   uint64_t next_dispatch_ = 0, queue_page_ = 0;
-  std::map<size_t, std::vector<uint64_t>> free_arguments_;  // by size class
   uint64_t random_state_ = 0;
   std::unique_ptr<CopyEngines> copy_engines_;
 };

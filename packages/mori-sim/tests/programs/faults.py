@@ -1,8 +1,11 @@
 """One fault of each kind: faults.py KIND [CODE_OBJECT]. Prints `returned CODE` if a call came back."""
 
+import contextlib
+import os
+import resource
 import sys
 import time
-from ctypes import c_int, c_int64, c_uint64
+from ctypes import addressof, c_int, c_int64, c_ubyte, c_uint64
 from pathlib import Path
 
 import hip
@@ -62,6 +65,42 @@ def large_block(code):
         module.launch("sum_slices_0", (1, 1, 1), 2048, c_uint64(a), c_int64(64), c_uint64(a), c_int(0))
     except hip.HipError as error:
         print("returned", error.code, flush=True)
+
+
+@contextlib.contextmanager
+def no_descriptor_left():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    with contextlib.suppress(OSError):
+        while True:
+            fillers.append(os.open(os.devnull, os.O_RDONLY))
+    yield
+    for fd in fillers:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def no_descriptors(code):
+    """Launches, first and later ones, at a moment when the process may open no file."""
+    module = hip.KernelModule(code)
+    source, target = (c_ubyte * 4096)(*[0, 0x40] * 2048), (c_ubyte * 512)()  # ordinary memory, bf16 2.0
+
+    def launch():
+        arguments = c_uint64(addressof(source)), c_int64(512), c_uint64(addressof(target)), c_int(32)
+        module.launch("sum_slices_0", (1, 1, 1), 256, *arguments)
+        hip.call("hipDeviceSynchronize")
+
+    with no_descriptor_left():
+        try:
+            launch()
+        except hip.HipError as error:
+            print("returned", error.code, flush=True)
+    launch()
+    target[1] = 0
+    with no_descriptor_left():
+        launch()
+    print("came", bytes(target[:4]).hex(), flush=True)
 
 
 def post_and_look(*packets):

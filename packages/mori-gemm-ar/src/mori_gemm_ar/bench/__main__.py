@@ -22,11 +22,12 @@ from collections.abc import Callable, Sequence
 
 import mori_bench
 from mori_bench import add_common_options
-from mori_shmem.errors import MoriError
+from mori_shmem import settings
+from mori_shmem.errors import ArgumentError, DescriptorLimitError, MoriError
 
 from mori_gemm_ar.bench.cases import DEFAULT_SHAPE, Case, add_options, cases_from
+from mori_gemm_ar.bench.limits import check_memory, check_run, reference_bytes
 from mori_gemm_ar.bench.published import TABLES
-from mori_gemm_ar.support import check_sizes
 
 DEFAULT_WORLD_SIZE = 8
 
@@ -52,31 +53,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.command == "table") != (args.table is not None):
         made.error(f"`table` takes one of {', '.join(TABLES)}, and nothing else does")
     if args.command == "table":
-        return _table(made, args)
+        return _table(args)
     for name, size in DEFAULT_SHAPE.items():
         setattr(args, name, size if getattr(args, name) is None else getattr(args, name))
     if args.command == "accuracy":
-        from mori_gemm_ar.bench.accuracy import print_accuracy
-
-        print_accuracy(args)
-        return 0
+        return _accuracy(args)
     try:
+        settings.effective()  # a variable with a bad value is refused here, not by each rank
         world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
         args.backend = backend_for(args.backend, world_size)
         if args.m < 0:
             raise ValueError(f"-m {args.m}: at least 0 rows")
-        check_sizes(args.backend, args.n, args.k, max(1, args.m))
         cases = cases_from(args)
+        largest = {"quant": args.quant, "mode": "gemm-only"} if args.mode == "all" else cases[0].given
+        check_run(args.backend, args.m, args.n, args.k, world_size, largest)
         if args.compare and args.backend != "host":
             raise ValueError(
                 f"--compare {args.compare} is a baseline for the host backend, not {args.backend}"
             )
     except (MoriError, ValueError) as refusal:
-        made.error(str(refusal))
+        return _refused(refusal)
     return _on_ranks(rank_main, world_size, args, cases)
 
 
-def _table(made: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def _refused(refusal: Exception) -> int:
+    """The exit status of a run that was not begun."""
+    print(f"mori-gemm-ar-bench: error: {refusal}", file=sys.stderr)
+    return 2
+
+
+def _accuracy(args: argparse.Namespace) -> int:
+    """What fp8 costs."""
+    from mori_gemm_ar.bench.accuracy import WIRE_SAMPLE, print_accuracy
+
+    m, n = WIRE_SAMPLE
+    try:
+        settings.effective()
+        if args.k < 1:
+            raise ValueError(f"-k {args.k}: at least 1")
+        check_memory(reference_bytes(m, n, args.k, 1), f"-k {args.k}")
+    except (MoriError, ValueError) as refusal:
+        return _refused(refusal)
+    print_accuracy(args)
+    return 0
+
+
+def _table(args: argparse.Namespace) -> int:
     """One of the published tables."""
     from mori_gemm_ar.bench.tables import print_granularity
 
@@ -84,11 +106,12 @@ def _table(made: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         print_granularity(args)
         return 0
     try:
+        settings.effective()
         world_size = mori_bench.world_size_of(args, default=DEFAULT_WORLD_SIZE)
         args.backend = backend_for(args.backend, world_size)
-        check_sizes(args.backend, args.n or 256, args.k or 256, max(1, args.m or 1))
+        check_run(args.backend, args.m or 1, args.n or 256, args.k or 256, world_size, {"mode": "gemm-only"})
     except (MoriError, ValueError) as refusal:
-        made.error(str(refusal))
+        return _refused(refusal)
     return _on_ranks(table_main, world_size, args)
 
 
@@ -139,7 +162,8 @@ def _on_ranks(main: Callable[..., int], world_size: int, *args: object) -> int:
         return 130
     except MoriError as failure:
         print(f"mori-gemm-ar-bench: {type(failure).__name__}: {failure}", file=sys.stderr)
-        for note in getattr(failure, "__notes__", ()):
+        told = isinstance(failure, (ArgumentError, DescriptorLimitError))  # where a rank stood adds nothing
+        for note in getattr(failure, "__notes__", ()) if not told else ():
             print(note, file=sys.stderr)
         return 2
 

@@ -4,7 +4,7 @@ On the host, without arguments, it runs the parts that its targets are about: co
 ranks, barriers at 2, 4 and 8, the all-reduce at 4; then it says which targets this run met. On NVIDIA GPUs
 (bench/cuda) it runs every part with one rank a GPU, beside NCCL. On AMD GPUs and their software node it runs
 what the host starts: copies, latencies, barriers. `--world-size N` runs every part at N ranks. Every row is
-checked in this run; the exit code is 1 if any of them is wrong.
+checked in this run; the exit code is 1 if any of them is wrong, 2 if the run could not be made.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from collections.abc import Sequence
 
 import mori_bench
 from mori_bench import Result
+from mori_bench.options import at_least
 
+from mori_shmem import settings
 from mori_shmem.bench.put import SIZES
 from mori_shmem.bench.stage import Options, Stage
 from mori_shmem.bench.targets import targets
 from mori_shmem.comm import backend_of
-from mori_shmem.errors import ArgumentError
+from mori_shmem.errors import ArgumentError, DescriptorLimitError, MoriError
 from mori_shmem.launch import run_ranks, started_by_launcher
 
 PARTS = ("put", "latency", "barrier", "all_reduce")
@@ -31,8 +33,24 @@ DEFAULT_RUNS = ((2, ("put", "latency", "barrier")), (4, ("barrier", "all_reduce"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The console script. Under torchrun every rank calls it and rank 0 reports."""
+    """The console script's exit status. Under torchrun every rank calls it and rank 0 reports."""
     args = _parse(arguments)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("interrupted; the ranks have been ended", file=sys.stderr)
+        return 130
+    except (MoriError, ValueError) as failure:
+        print(f"mori-shmem-bench: error: {failure}", file=sys.stderr)
+        told = isinstance(failure, (ValueError, DescriptorLimitError))  # where a rank stood adds nothing
+        for note in getattr(failure, "__notes__", ()) if not told else ():
+            print(note, file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    settings.effective()  # a variable with a bad value is refused here, not by each rank
+    mori_bench.world_size_of(args, default=2)  # refuses a --world-size that is not the launcher's
     backend = backend_of(args.backend)
     options = Options(args.reps, args.warmup, args.seed, args.fault, backend, args.max_bytes)
     offered = {"cuda": CUDA_PARTS, "rocm": ROCM_PARTS}.get(backend, PARTS)
@@ -65,7 +83,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-bytes",
-        type=int,
+        type=at_least(min(SIZES)),
         default=max(SIZES),
         metavar="N",
         help="nothing larger than this (default: %(default)s)",
@@ -74,7 +92,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.trace:
         parser.error("--trace: this bench has no phases to trace; mori-gemm-ar-bench does")
-    mori_bench.world_size_of(args, default=2)  # refuses a --world-size that is not the launcher's
     return args
 
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mori_shmem import descriptors
 from mori_shmem.errors import ArgumentError, RankFailed, RunTimeout
 from mori_shmem.launch import supervisor, wire
-from mori_shmem.launch.messages import Job, Raised, Report, Returned, Stopped, TimedOut
+from mori_shmem.launch.messages import Job, Raised, Refused, Report, Returned, Stopped, TimedOut
 from mori_shmem.launch.pickling import dumps_for_ranks, loads
 from mori_shmem.variables import SOCKET_IFNAME, TABLE
 
@@ -69,11 +70,13 @@ def run_job(
     )
     sys.stdout.flush()
     sys.stderr.flush()
-    mine, theirs = socket.socketpair()
+    with descriptors.limit_named(f"run_ranks of {world_size} ranks"):
+        mine, theirs = socket.socketpair()
     with mine, _forked_supervisor(mine, theirs) if from_here else contextlib.nullcontext():
         with theirs:
             if not from_here:
-                _server.request_run(theirs)
+                with descriptors.limit_named(f"run_ranks of {world_size} ranks"):
+                    _server.request_run(theirs)
         try:
             mine.sendall(wire.encode(job))
             reports = [_received(mine) for _ in range(world_size)]
@@ -115,12 +118,15 @@ def _forked_supervisor(mine: socket.socket, theirs: socket.socket) -> Iterator[N
 
 def _received(sock: socket.socket) -> Report:
     try:
-        report: Report = wire.receive(sock)
+        report: Report | Refused = wire.receive(sock)
     except (EOFError, ConnectionError) as end:
         raise RankFailed(
             "the process that supervises the ranks ended unexpectedly (killed, or out of memory?); its "
             "ranks end with it"
         ) from end
+    if isinstance(report, Refused):
+        _server.drop(report.module)
+        raise report.error
     return report
 
 
@@ -212,6 +218,13 @@ class _Server:
                 self._modules = [*self._modules, *new]
                 self._stop()
 
+    def drop(self, name: str) -> None:
+        """The next server goes without this module, if it is one."""
+        with self._lock:
+            if name in self._modules:
+                self._modules.remove(name)
+                self._stop()
+
     def request_run(self, connection: socket.socket) -> None:
         """Have a supervisor forked. It takes its job from `connection` and writes to our stdout and
         stderr."""
@@ -266,9 +279,10 @@ class _Server:
 
 
 def preload(*names: str) -> None:
-    """Have these modules imported in the process that ranks are forked from, once, as torch is. They must
-    not start threads. What cannot be imported there is left to the rank that needs it. A process that is
-    running for ranks already is replaced, once the runs under way have ended."""
+    """Have these modules imported in the process that ranks are forked from, once, as torch is. One that
+    starts threads when it is imported is refused by the next run, by name. What cannot be imported there is
+    left to the rank that needs it. A process that is running for ranks already is replaced, once the runs
+    under way have ended."""
     for name in names:
         if not isinstance(name, str):
             raise ArgumentError(f"preload({name!r}): names of modules are needed, as in preload('pytest')")

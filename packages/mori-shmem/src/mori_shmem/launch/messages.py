@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mori_shmem.errors import MoriError
+
 
 @dataclass(frozen=True)
 class Job:
@@ -60,6 +62,14 @@ class Stopped:
     """Supervisor to caller: ended by the supervisor because another rank had failed."""
 
     rank: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Server or supervisor to caller, in place of all reports: no rank can be run, and why."""
+
+    error: MoriError
+    module: str = ""  # that must not be preloaded
 
 
 Report = Returned | Raised | Ended | TimedOut | Stopped

@@ -4,6 +4,7 @@ The supervisor never unpickles a user's object and runs no user code. Its loop w
   * a message from a rank (its value or its exception), passed on to the caller,
   * the end of a rank's process,
   * the caller hanging up, or the time limit: all ranks are ended.
+What it needs for that, and may not have, are file descriptors: it looks before it forks.
 At the end every process that descends from a rank is killed too: the supervisor is their "subreaper", so
 orphans become its children and cannot hide.
 """
@@ -20,9 +21,11 @@ import time
 import traceback
 from dataclasses import dataclass, field
 
+from mori_shmem import descriptors
+from mori_shmem.errors import DescriptorLimitError
 from mori_shmem.launch import rank as rank_process
 from mori_shmem.launch import wire
-from mori_shmem.launch.messages import Ended, Job, Raised, Report, Returned, Stopped, TimedOut
+from mori_shmem.launch.messages import Ended, Job, Raised, Refused, Report, Returned, Stopped, TimedOut
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _TERM_GRACE_S = 1.0  # between SIGTERM and SIGKILL
@@ -45,12 +48,25 @@ def main(run_fd: int, stdout_fd: int, stderr_fd: int) -> None:
         if os.getppid() == server_pid:
             with socket.socket(fileno=run_fd) as caller, contextlib.suppress(EOFError, ConnectionError):
                 job: Job = wire.receive(caller)
-                _Run(job, caller).supervise()
+                try:
+                    with descriptors.limit_named(f"run_ranks of {job.world_size} ranks"):
+                        descriptors.check_room(
+                            f"run_ranks of {job.world_size} ranks", _needed(job.world_size)
+                        )
+                        _Run(job, caller).supervise()
+                except DescriptorLimitError as error:
+                    caller.sendall(wire.encode(Refused(error)))
         status = 0
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _needed(world_size: int) -> int:
+    """Descriptors of a run: three for each rank, two for its connections to the store (of `init`, of
+    torch.distributed), and the store's own."""
+    return 5 * world_size + 8
 
 
 @dataclass

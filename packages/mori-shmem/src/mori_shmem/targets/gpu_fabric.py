@@ -158,6 +158,17 @@ class GpuFabric(ABC):
                 self.give_up_kernels()
             raise
 
+    def heard_of_death(self, peers: Sequence[int]) -> None:
+        """A collective of the host has ended because some of these peers died, or left: kernels too, as in
+        `ending_kernels`. A process's sockets close a moment before it counts as dead."""
+        if not self.ends_kernels:
+            return
+        deadline = Deadline(_DEATH_GRACE_S)
+        for _ in self._looks():
+            states = self._states()
+            if self.give_up_kernels() or all(states[p] == "left" for p in peers) or deadline.passed():
+                return
+
     def await_idle(
         self,
         ready: Callable[[], bool],

@@ -41,17 +41,17 @@ def main(argv: list[str] | None = None) -> int:
     compiles_into(args.cache_dir)
     from mori_gemm_ar.targets.rocm.compile_variants import variants
 
-    done = set()
+    done: set[str] = set()  # by what was compiled: kernels of several n or world sizes may be the same code
     for n in args.n:
         for num_ranks in args.world_size:
             for variant in variants(n, num_ranks):
                 quant = variant.name.split()[1] if variant.name.startswith("gemm ") else None
                 wanted = quant in (None, *args.quant) and variant.name.startswith(args.only)
-                if not wanted or variant.kernel in done:
+                if not wanted or variant.kernel.compiled in done:
                     continue
                 start = time.monotonic()
                 variant.compile()
-                done.add(variant.kernel)
+                done.add(variant.kernel.compiled)
                 seconds = time.monotonic() - start
                 print(f"n={n}, {num_ranks} ranks: {variant.name}: {seconds:.1f} s", flush=True)
     stored = sum(1 for _ in args.cache_dir.rglob("*.pkl"))
