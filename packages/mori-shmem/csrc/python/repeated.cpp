@@ -10,6 +10,8 @@
 
 #include <cstring>
 #include <memory>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace mori::python {
