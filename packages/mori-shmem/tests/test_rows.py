@@ -70,7 +70,8 @@ def test_fp8_blocks_are_scaled_to_the_largest_code() -> None:
         largest = part.abs().amax(1)
         torch.testing.assert_close(scales[:, block], largest / 448, rtol=1e-6, atol=0)
         codes = wire[:, 128 * block : min(300, 128 * block + 128)].contiguous().view(torch.float8_e4m3fn)
-        want = (part * (448 / largest)[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        factor = torch.full_like(largest, 448) / largest  # `448 / largest` is a reciprocal, rounded twice
+        want = (part * factor[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
         assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
 
 
