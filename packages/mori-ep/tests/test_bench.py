@@ -139,6 +139,8 @@ def test_the_trial_checks_odd_shapes_halves_and_replays(kind: str, capfd: pytest
         ),
         (["--dtype", "fp8"], "'fp8': one of bf16"),
         (["--hidden", "0"], "0 is below 1"),
+        (["--hidden", "999999936"], "hidden_dim=999999936: at most 16777215"),
+        (["--hidden", "16000000", "--tokens", "100000"], "windows of 2 ranks need"),
         (["--json", "/nowhere/x"], "no folder /nowhere"),
         (["--dtype", "fp16", "--quant-type", "fp8_blockwise"], "fp8_blockwise is a transport for bfloat16"),
         (["--kernel-type", "InterNode", "--quant-type", "fp4_blockwise"], "goes with IntraNode and"),

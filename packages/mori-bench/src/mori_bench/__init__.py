@@ -3,6 +3,7 @@
 from mori_bench import faults
 from mori_bench.environment import commit_of, cpu_name, launched, versions
 from mori_bench.faults import Fault
+from mori_bench.memory import free_bytes
 from mori_bench.options import add_common_options, seed_for, world_size_of
 from mori_bench.protocol import Case, Timing, measure
 from mori_bench.result import Result, check_row, problems, results_in
@@ -23,6 +24,7 @@ __all__ = [
     "commit_of",
     "cpu_name",
     "faults",
+    "free_bytes",
     "launched",
     "measure",
     "problems",

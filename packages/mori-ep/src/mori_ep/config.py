@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 QUANT_TYPES = ("none", "fp8_direct_cast", "fp8_blockwise", "fp4_blockwise")
 MAX_TOPK = 31  # below the lanes of the narrowest warp
+MAX_HIDDEN = (1 << 24) - 1  # what ranks tell each other has so many bits for it (signs.py)
 
 
 class EpDispatchCombineKernelType(enum.IntEnum):
@@ -157,6 +158,8 @@ class EpDispatchCombineConfig:
             raise UnsupportedShape(
                 f"num_experts_per_token={self.num_experts_per_token}: at most {MAX_TOPK} slots per token"
             )
+        if self.hidden_dim > MAX_HIDDEN:
+            raise UnsupportedShape(f"hidden_dim={self.hidden_dim}: at most {MAX_HIDDEN}")
         if self.scale_dim and not self.scale_type_size:
             raise UnsupportedShape(f"scale_dim={self.scale_dim} with scale_type_size=0: bytes of one scale?")
         if self.quant_type not in QUANT_TYPES:

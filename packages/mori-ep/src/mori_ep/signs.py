@@ -10,10 +10,11 @@ from __future__ import annotations
 from mori_shmem.errors import CollectiveMismatch
 
 from mori_ep import formats
+from mori_ep.config import MAX_HIDDEN
 from mori_ep.targets import CombineShape
 
 SIGN_WEIGHTS, SIGN_NO_WEIGHTS, SIGN_REGISTERED, SIGN_DTYPE = 1 << 31, 1 << 30, 1 << 29, 24
-MAX_HIDDEN = (1 << SIGN_DTYPE) - 1
+assert (1 << SIGN_DTYPE) > MAX_HIDDEN
 SIGN_ROWS = SIGN_NO_WEIGHTS - 1  # of it, what must be the same everywhere
 
 

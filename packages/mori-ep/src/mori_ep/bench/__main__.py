@@ -231,12 +231,21 @@ def _check(backend: str, sizes: Sizes, choice: Choice, world_size: int) -> None:
 
     from mori_ep import checks
     from mori_ep.bench.run import make_config
+    from mori_ep.plan import NOTHING_SAID
     from mori_ep.targets import target_for
 
     config = make_config(SimpleNamespace(rank=0, world_size=world_size), sizes, choice)
     config.check()
     target = target_for("internode" if choice.across_nodes else backend)
     checks.check_triple(target, config, sizes.dtype, sizes.combine_dtype)
+    if backend == "host":
+        window = target.layout_for(config, target.plan_for(config, NOTHING_SAID)).nbytes
+        free = mori_bench.free_bytes()
+        if world_size * window > free:
+            raise ValueError(
+                f"windows of {world_size} ranks need {world_size * window / 2**30:.1f} GiB, this machine has "
+                f"{free / 2**30:.1f} GiB free: fewer ranks or tokens, or narrower rows"
+            )
 
 
 def _configuration(args: argparse.Namespace, values: dict[str, Any], experts: int) -> tuple[Sizes, Choice]:

@@ -58,7 +58,6 @@ from mori_ep.internode.routes import handle_of
 from mori_ep.plan import NOTHING_SAID, FewTokens, Plan, Way
 from mori_ep.routing import EpDispatchRoutingHandle
 from mori_ep.settings import FP8_COMBINE_SCALE_DIM, INTERNODE_LL_TOKENS
-from mori_ep.signs import MAX_HIDDEN
 from mori_ep.targets import CombineCall
 from mori_ep.targets.host.experts import ExpertRows
 from mori_ep.targets.host.launch import Runner as NodeRunner
@@ -142,5 +141,3 @@ def _check_place(comm: NodesCommunicator, config: EpDispatchCombineConfig) -> No
             f"gpu_per_node={config.gpu_per_node}, but the communicator was joined with "
             f"ranks_per_node={comm.ranks_per_node}: they must be equal"
         )
-    if config.hidden_dim > MAX_HIDDEN:
-        raise UnsupportedShape(f"hidden_dim={config.hidden_dim}: at most {MAX_HIDDEN}")

@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import mori_bench
+from mori_bench.memory import MEMINFO
 from mori_shmem.errors import UnsupportedShape
 
 from mori_gemm_ar.support import check_sizes, window_bytes
 
-MEMINFO = "/proc/meminfo"
 FP64_BYTES = 8  # the reference multiplies in float64
 
 
@@ -31,8 +32,7 @@ def reference_bytes(m: int, n: int, k: int, world_size: int) -> int:
 
 def check_memory(needed: int, what: str, num_ranks: int = 1, meminfo: str = MEMINFO) -> None:
     """Raise UnsupportedShape if this machine cannot hold so many bytes now."""
-    with open(meminfo) as lines:
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    free = mori_bench.free_bytes(meminfo)
     if needed > free:
         raise UnsupportedShape(
             f"{what}: {num_ranks} rank{'s' * (num_ranks > 1)} of this machine and their float64 check need "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+import mori_bench
 from mori_bench.options import at_least
 
 from mori_megamoe.bench import routes
@@ -145,8 +146,7 @@ def memory_bytes(problem: Problem, num_stages: int) -> int:
 
 def check_memory(problem: Problem, num_stages: int, meminfo: str = MEMINFO) -> None:
     """For ranks of this machine: raise ValueError where it cannot hold them."""
-    with open(meminfo) as lines:
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    free = mori_bench.free_bytes(meminfo)
     needed = memory_bytes(problem, num_stages)
     if needed > free:
         raise ValueError(

@@ -11,7 +11,6 @@ import torch
 
 from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.plan import NOTHING_SAID, FewTokens, Plan, Way
-from mori_ep.signs import MAX_HIDDEN
 from mori_ep.targets.cuda.params import MAX_RANKS, PACKET_TOKENS
 
 # Bytes of rows that a rank may send to all its peers as packets: beyond, their tags (a third more bytes)
@@ -44,8 +43,6 @@ def why_not(config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: tor
         return "Hopper has no fp4 arithmetic; use fp8_blockwise or fp8_direct_cast"
     if config.num_experts_per_rank > MOST_EXPERTS_A_RANK:
         return f"{config.num_experts_per_rank} experts a rank: up to {MOST_EXPERTS_A_RANK} on the cuda target"
-    if config.hidden_dim > MAX_HIDDEN:
-        return f"hidden_dim={config.hidden_dim}: at most {MAX_HIDDEN}"
     for name, dtype in (("dispatch", dispatch), ("combine", combine)):
         if config.hidden_dim * dtype.itemsize % 16:
             return (

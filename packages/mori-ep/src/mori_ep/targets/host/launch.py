@@ -54,7 +54,6 @@ from mori_ep.config import EpDispatchCombineConfig
 from mori_ep.layout import Layout
 from mori_ep.plan import Geometry, Plan
 from mori_ep.routing import EpDispatchRoutingHandle
-from mori_ep.signs import MAX_HIDDEN
 from mori_ep.targets import CombineCall, CombineShape, DispatchCall, DispatchShape
 from mori_ep.targets.host.combine import CombineLaunch, Combiner
 from mori_ep.targets.host.dispatch import Dispatcher, DispatchLaunch
@@ -76,8 +75,6 @@ class Runner:
         plan: Plan,
         values: Snapshot,
     ) -> None:
-        if config.hidden_dim > MAX_HIDDEN:
-            raise UnsupportedShape(f"hidden_dim={config.hidden_dim}: at most {MAX_HIDDEN}")
         self._window, self._layout, self._config = window, layout, config
         self._memory = window.tensor(window.nbytes, torch.uint8)  # keeps what addresses point to mapped
         self._flags = Flags(comm, window, layout, elastic=config.elastic)

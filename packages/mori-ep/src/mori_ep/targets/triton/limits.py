@@ -6,7 +6,6 @@ import torch
 
 from mori_ep.config import EpDispatchCombineConfig, EpDispatchCombineKernelType
 from mori_ep.plan import NOTHING_SAID, FewTokens, Plan, Way
-from mori_ep.signs import MAX_HIDDEN
 
 COMBINED = (torch.bfloat16, torch.float32)
 INSTEAD = "is not part of the Triton kernels: kernels='own' (MORI_EP_KERNELS) has it"
@@ -27,6 +26,4 @@ def why_not(config: EpDispatchCombineConfig, dispatch: torch.dtype, combine: tor
         return f"quant_type {config.quant_type} {INSTEAD}; they have none"
     if combine not in COMBINED:
         return f"combine in {combine} {INSTEAD}; they add bfloat16 and float32"
-    if config.hidden_dim > MAX_HIDDEN:
-        return f"hidden_dim={config.hidden_dim}: at most {MAX_HIDDEN}"
     return None
