@@ -11,6 +11,7 @@ import argparse
 from dataclasses import dataclass
 
 import mori_bench
+from mori_bench.memory import MEMINFO
 from mori_bench.options import at_least
 
 from mori_megamoe.bench import routes
@@ -18,7 +19,6 @@ from mori_megamoe.problem import Problem
 
 SWIGLU_LIMIT = 10.0
 PUBLISHED_REPS = 30  # of one measurement, where a shape has a name
-MEMINFO = "/proc/meminfo"
 
 
 @dataclass(frozen=True)
