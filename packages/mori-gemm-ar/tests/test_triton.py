@@ -6,7 +6,9 @@ On GPUs the same comparison runs with compiled kernels (tools/gpu_run pytest -m 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+import platform
 
 import mori_shmem
 import pytest
@@ -22,7 +24,15 @@ FP8 = {"gather_dtype": "fp8"}
 WAYS = (("blockscale", {}), ("blockscale", FP8), ("ptpc", FP8), ("mxfp8", {}))
 
 
-def kernels_alone() -> dict[str, bool]:
+def in_low_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy below 2^31, where a process's heap may be: such addresses reach kernels as 32 bits."""
+    memory = mmap.mmap(-1, max(1, tensor.nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40)  # MAP_32BIT
+    low = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    assert low.data_ptr() < 1 << 31
+    return low.copy_(tensor)
+
+
+def kernels_alone(place=lambda tensor: tensor) -> dict[str, bool]:
     """reduce, quantize and pull on numbers of every size, zeros, infinities and NaN, against the host's."""
     os.environ["TRITON_INTERPRET"] = "1"
     from mori_gemm_ar.targets.triton import kernels
@@ -34,9 +44,9 @@ def kernels_alone() -> dict[str, bool]:
     parts[0][0], parts[1][1] = torch.nan, torch.inf
     for part in parts:
         part[2] = -0.0
-    want, got = torch.empty_like(parts[0]), torch.empty_like(parts[0])
+    want, got = torch.empty_like(parts[0]), place(torch.empty_like(parts[0]))
     sum_bf16(want, parts)
-    table = torch.tensor([part.data_ptr() for part in parts])
+    table = place(torch.tensor([part.data_ptr() for part in parts]))
     launch(kernels.reduce, (2,), *(table.data_ptr(), 0, got.data_ptr(), 1500), WORLD_SIZE=3, BLOCK=1024)
     right = {"reduce": torch.equal(got.view(torch.int16)[1:], want.view(torch.int16)[1:]) and got[0].isnan()}
 
@@ -44,8 +54,9 @@ def kernels_alone() -> dict[str, bool]:
         torch.bfloat16
     )
     rows[3], rows[5, 7], rows[6, 8] = 0, torch.nan, torch.inf
+    rows = place(rows)
     wanted_codes, wanted_scales = quantize_blocks(rows, BLOCKS["ptpc", "a"])
-    codes, scales = torch.empty(40, 300, dtype=torch.uint8), torch.empty(40)
+    codes, scales = place(torch.empty(40, 300, dtype=torch.uint8)), place(torch.empty(40))
     launch(kernels.quantize, (40,), rows.data_ptr(), codes.data_ptr(), scales.data_ptr(), 300, BLOCK=128)
     right["scales"] = torch.equal(scales.nan_to_num(-1), wanted_scales[:, 0].nan_to_num(-1))
     spoilt = scales.isnan()
@@ -55,7 +66,7 @@ def kernels_alone() -> dict[str, bool]:
         ((codes[spoilt] & 0x7F) == 0x7F).all()
     )
 
-    out = torch.empty(40, 300, dtype=torch.bfloat16)
+    out = place(torch.empty(40, 300, dtype=torch.bfloat16))
     launch(
         kernels.pull,
         (40, 3),
@@ -81,8 +92,16 @@ def kernels_alone() -> dict[str, bool]:
     return {name: bool(good) for name, good in right.items()}
 
 
-def test_sums_codes_and_widened_rows_are_the_hosts_bytes():
-    (right,) = mori_shmem.run_ranks(kernels_alone, 1, timeout_s=120)
+@pytest.mark.parametrize(
+    "place",
+    [
+        *([in_low_memory] if platform.machine() == "x86_64" else []),
+        lambda tensor: tensor,
+    ],
+    ids=lambda place: place.__name__,
+)
+def test_sums_codes_and_widened_rows_are_the_hosts_bytes(place):
+    (right,) = mori_shmem.run_ranks(kernels_alone, 1, place, timeout_s=120)
     assert [name for name, good in right.items() if not good] == []
 
 

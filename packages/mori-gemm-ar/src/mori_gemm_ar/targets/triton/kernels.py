@@ -19,6 +19,30 @@ import triton.language as tl
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 
+# ---- addresses ----
+# They come as integers: those below 2^31 as 32 bits, also to Triton's interpreter.
+
+
+@triton.jit
+def octets(address):
+    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
+def halves(address):
+    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def floats(address):
+    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def words(address):
+    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int64))
+
+
 # ---- formats ----
 
 
@@ -84,9 +108,9 @@ def dot(a, b, INTERPRETED: tl.constexpr):
 def scales_at(address, offsets, mask, UE8M0: tl.constexpr):
     """fp32 scales; 1 where the mask is off."""
     if UE8M0:
-        scales = from_ue8m0(tl.load(address.to(tl.pointer_type(tl.uint8)) + offsets, mask=mask, other=127))
+        scales = from_ue8m0(tl.load(octets(address) + offsets, mask=mask, other=127))
     else:
-        scales = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=mask, other=1.0)
+        scales = tl.load(floats(address) + offsets, mask=mask, other=1.0)
     return scales
 
 
@@ -121,8 +145,8 @@ def gemm(
     inner = tl.arange(0, DEPTH)
     in_rows, in_columns = rows < m, columns < n
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    a_codes = a.to(tl.pointer_type(tl.uint8)) + rows[:, None] * a_pitch
-    b_codes = b.to(tl.pointer_type(tl.uint8)) + columns[None, :] * b_pitch
+    a_codes = octets(a) + rows[:, None] * a_pitch
+    b_codes = octets(b) + columns[None, :] * b_pitch
     for block in range(tl.cdiv(k, DEPTH)):
         at = block * DEPTH + inner
         left = tl.load(a_codes + at[None, :], mask=in_rows[:, None] & (at < k)[None, :], other=0)
@@ -130,7 +154,7 @@ def gemm(
         of_rows = scales_at(a_scale, rows * a_row + block * a_column, in_rows, UE8M0)
         of_columns = scales_at(b_scale, columns // SCALE_ROWS * b_row + block * b_column, in_columns, UE8M0)
         total += dot(left, right, INTERPRETED) * (of_rows[:, None] * of_columns[None, :])
-    to = out.to(tl.pointer_type(tl.int16)) + rows[:, None] * n + columns[None, :]
+    to = halves(out) + rows[:, None] * n + columns[None, :]
     tl.store(to, to_bf16(total), mask=in_rows[:, None] & in_columns[None, :])
 
 
@@ -142,20 +166,20 @@ def reduce(sources, first, out, num_elements, WORLD_SIZE: tl.constexpr, BLOCK: t
     """sources # [WORLD_SIZE] addresses, in rank order, of bf16, of which the elements from `first` on"""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < num_elements
-    table = sources.to(tl.pointer_type(tl.int64))
+    table = words(sources)
     total = tl.zeros((BLOCK,), tl.float32)
     for source in tl.static_range(0, WORLD_SIZE):
         part = tl.load(table + source).to(tl.pointer_type(tl.int16))
         x = from_bf16(tl.load(part + first + at, mask=here, other=0))
         total = x if source == 0 else total + x  # not 0 + x, which would make 0 of -0
-    tl.store(out.to(tl.pointer_type(tl.int16)) + at, to_bf16(total), mask=here)
+    tl.store(halves(out) + at, to_bf16(total), mask=here)
 
 
 @triton.jit
 def quantize(rows, codes, scales, n, BLOCK: tl.constexpr):
     """One row a program. A row of zeros gets scale 1, one with a NaN or an infinity scale and codes NaN."""
     row = tl.program_id(0).to(tl.int64)
-    source = rows.to(tl.pointer_type(tl.int16)) + row * n
+    source = halves(rows) + row * n
     largest = 0  # the bits of magnitudes are in the order of the numbers, NaN above all
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -165,8 +189,8 @@ def quantize(rows, codes, scales, n, BLOCK: tl.constexpr):
     scale = tl.maximum(tl.div_rn(amax, 448.0), SMALLEST_SCALE)
     scale = tl.where(largest == 0, 1.0, scale)
     scale = tl.where(largest >= 0x7F80, float("nan"), scale)
-    tl.store(scales.to(tl.pointer_type(tl.float32)) + row, scale)
-    target = codes.to(tl.pointer_type(tl.uint8)) + row * n
+    tl.store(floats(scales) + row, scale)
+    target = octets(codes) + row * n
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = from_bf16(tl.load(source + at, mask=at < n, other=0))
@@ -179,9 +203,9 @@ def pull(source, scales, out, n, FP8: tl.constexpr, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here, first = at < n, row * n
     if FP8:
-        code = tl.load(source.to(tl.pointer_type(tl.uint8)) + first + at, mask=here, other=0)
-        scale = tl.load(scales.to(tl.pointer_type(tl.float32)) + row)
+        code = tl.load(octets(source) + first + at, mask=here, other=0)
+        scale = tl.load(floats(scales) + row)
         bits = to_bf16(from_e4m3(code) * scale)
     else:
-        bits = tl.load(source.to(tl.pointer_type(tl.int16)) + first + at, mask=here, other=0)
-    tl.store(out.to(tl.pointer_type(tl.int16)) + first + at, bits, mask=here)
+        bits = tl.load(halves(source) + first + at, mask=here, other=0)
+    tl.store(halves(out) + first + at, bits, mask=here)
