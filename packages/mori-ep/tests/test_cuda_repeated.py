@@ -217,3 +217,21 @@ def test_a_closed_op_and_one_with_other_launches_go_the_whole_way(
     for call in (w.pair.dispatch, w.pair.combine):
         with pytest.raises(ClosedError):
             call()
+
+
+def test_a_short_combine_of_ones_own_rows_holds_the_registered_buffer(library: ctypes.CDLL) -> None:
+    with watched(library) as w:
+        y, ids = torch.zeros(16, 7168).bfloat16(), w.pair._ids
+        own = lambda: w.op.combine(y, None, ids)  # noqa: E731
+        for _ in range(2):
+            w.pair.dispatch(), own()
+        assert w.of(w.pair.dispatch) + w.of(own) == 0
+        with pytest.raises(ArgumentError, match="right after a combine of rows of your own"):
+            w.pair.combine()
+
+
+def test_behind_a_look_at_what_came_a_call_goes_the_whole_way(library: ctypes.CDLL) -> None:
+    """The look may have raised what the call has to raise as well."""
+    with watched(library) as w:
+        w.op.get_dispatch_src_token_pos()
+        assert w.of(w.pair.both) == 2

@@ -382,3 +382,17 @@ def test_a_module_that_starts_threads_is_refused_by_name(
     # The next run goes without it, and with the rest.
     loaded = mori_shmem.run_ranks(lambda: [m for m in ("mori_test_threads", "wave") if m in sys.modules], 2)
     assert loaded == [["wave"], ["wave"]]
+
+
+def test_a_refusal_is_heard_also_where_the_job_is_too_large_to_be_taken(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a socket holds: the server hangs up while it is still being sent."""
+    started = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "mori_test_starts.py").write_text(started)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    preload("mori_test_starts")
+    large = bytes(8 << 20)
+    with pytest.raises(ArgumentError, match="mori_test_starts"):
+        mori_shmem.run_ranks(lambda: len(large), 2)
+    assert mori_shmem.run_ranks(lambda: len(large), 2) == [8 << 20] * 2

@@ -4,8 +4,9 @@ A call that goes the whole way (op.py) first forgets what it may change: a dispa
 by its dispatch; a combine the last combine. If it is like the one before, the target is asked for a function
 that makes calls like it (`Runner.repeated_dispatch`); targets whose calls are more than a launch have none.
 The next call tries that function, which does nothing where the call is not like it, or where something is to
-be raised. What is remembered is forgotten too when a call fails, ranks are masked, launches change, or the op
-is closed. Calls that are traced, ask for blocks or bring a routing handle always go the whole way.
+be raised. What is remembered is forgotten too when a call fails, the caller masks ranks or looks at what
+came, launches change, or the op is closed. Calls that are traced, ask for blocks or bring a routing handle
+always go the whole way.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ class Again:
     def forget_combine(self) -> None:
         self._combine: Repeated | None = None
         self._external: object = None  # use_external_inp_buf, as the combine was given it
+        self._combined: Any = None  # its launch
 
     # ---- instead of the whole way ----
 
     def dispatch(self, *tensors: torch.Tensor | None) -> Dispatched | None:
         """Made, and what it returns; None: it has to go the whole way."""
-        repeated, op = self._dispatch, self._op
-        if repeated is None or op.trace is not None or not op._lock.acquire(blocking=False):
+        op = self._op
+        if self._dispatch is None or op.trace is not None or not op._lock.acquire(blocking=False):
             return None
-        try:
-            results: Dispatched | None = repeated(*tensors)
+        try:  # nobody else changes what is remembered now
+            results: Dispatched | None = self._dispatch(*tensors) if self._dispatch is not None else None
             if results is not None:
                 op._count_dispatch()
                 op._runner.dispatched_again()
@@ -57,13 +59,15 @@ class Again:
 
     def combine(self, external: object, *tensors: torch.Tensor | None) -> Combined | None:
         """The same."""
-        repeated, op = self._combine, self._op
-        if repeated is None or external is not self._external or op.trace is not None:
-            return None
-        if not op._lock.acquire(blocking=False):
+        op = self._op
+        if self._combine is None or op.trace is not None or not op._lock.acquire(blocking=False):
             return None
         try:
-            results: Combined | None = repeated(*tensors)
+            if self._combine is None or external is not self._external:
+                return None
+            results: Combined | None = self._combine(*tensors)
+            if results is not None:
+                op._runner.combined_again(self._combined)
             return results
         finally:
             op._lock.release()
@@ -86,7 +90,7 @@ class Again:
         """The same."""
         if self._is_second("combine", (shape, call.num_tokens)):
             self._combine = self._op._calls.repeated_combine(prepared, call, indices)
-            self._external = external
+            self._external, self._combined = external, prepared.launch
 
     def _is_second(self, what: str, kind: object) -> bool:
         """Whether the call before was of this kind: making the function costs more than it saves once."""

@@ -290,6 +290,7 @@ class EpDispatchCombineOp(StandardMoe):
     def get_dispatch_src_token_pos(self) -> torch.Tensor:
         """[rows received] int32: source rank * (world_size * max tokens) + source token, row by row."""
         self._check_usable()
+        self._again.forget()  # this may raise what the next call has to raise as well
         return self._runner.view("out_positions", (self._runner.received_rows(),), torch.int32)
 
     def decode_send_flat_idx(self, position: int) -> tuple[int, int]:
@@ -304,7 +305,8 @@ class EpDispatchCombineOp(StandardMoe):
         """Leave a rank out of all calls from the next one on, or take it in again; needs `elastic`. All that
         go on must leave out the same ranks at the same call. On the host a rank that is taken in must have
         made as many calls as the others; on the cuda target the last one that is masked is taken in by all
-        ranks together, itself too, as by `clean_mask`."""
+        ranks together, itself too, as by `clean_mask`, and a rank is masked behind a whole pair, dispatch and
+        its combine: not between two calls of one kind."""
         self._check_elastic()
         if type(rank) is not int or not 0 <= rank < self.config.world_size or rank == self.config.rank:
             raise ArgumentError(

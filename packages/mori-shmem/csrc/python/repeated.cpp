@@ -3,9 +3,11 @@
 // What a call costs the host is mostly Python: looking at tensors, putting addresses into the kernel's arguments. A call that
 // is like one before (each tensor of the same type, dtype, shape and device, contiguous) passes the same checks and differs in
 // addresses only, so that is all that is done here: look, write the addresses, launch. Where anything is not as it was, nothing
-// has happened and None is returned: Python then goes the whole way, and says what is wrong.
+// has happened and None is returned: Python then goes the whole way, and says what is wrong. (So it does after a launch that
+// has failed, with the same arguments.)
 //
-// The GIL is held throughout, so that no other thread's call comes in between.
+// One thread at a time: the caller holds the op's lock. The GIL is let go for the launch, which waits where the driver's queue
+// is full.
 #include "python/bindings.h"
 
 #include <cstring>
@@ -91,7 +93,11 @@ bool repeat(const Repeated& call, PyObject* const* given) {
   for (size_t i = 0; i < call.tensors.size(); ++i)
     if (call.tensors[i].place != nullptr) std::memcpy(call.tensors[i].place, &addresses[i], 8);
   std::memcpy(call.stream, &raw, 8);
-  return call.launch(call.config, call.function, call.arguments, nullptr) == 0;
+  int code;
+  Py_BEGIN_ALLOW_THREADS
+  code = call.launch(call.config, call.function, call.arguments, nullptr);
+  Py_END_ALLOW_THREADS
+  return code == 0;
 }
 
 PyObject* call_repeated(PyObject* self, PyObject* const* given, Py_ssize_t count) {

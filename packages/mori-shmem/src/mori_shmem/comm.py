@@ -400,9 +400,9 @@ class Communicator:
         """Sleep until the 64-bit word compares (acquire); returns the value seen.
 
         `peer` is the rank that is expected to write it: if that rank dies or leaves, PeerDied. Without it
-        any rank's death raises. While `peer` lives it may still write: when another rank has died, it gets
-        a second, and then PeerDied names the dead. `what` goes into the error: name the thing that is waited
-        for. Callers that go on without the dead wait with `words`, for whom they have chosen.
+        any rank's death raises. While `peer` lives it may still write: a death of another rank is looked for
+        once a second, and then PeerDied names the dead. `what` goes into the error: name the thing that is
+        waited for. Callers that go on without the dead wait with `words`, for whom they have chosen.
         """
         check_word(self, where, "wait")
         steps.check_value("value", value, 1 << 64)

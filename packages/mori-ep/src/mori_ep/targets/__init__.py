@@ -114,6 +114,9 @@ class Runner(Protocol):
     def dispatched_again(self) -> None:
         """A dispatch has been repeated."""
 
+    def combined_again(self, launch: Any) -> None:
+        """A combine of this launch has."""
+
     def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The region y, for a caller who fills it whenever no call is under way: from now on no combine that
         reads it ends before all ranks have read."""

@@ -78,7 +78,8 @@ def run_job(
                 with descriptors.limit_named(f"run_ranks of {world_size} ranks"):
                     _server.request_run(theirs)
         try:
-            mine.sendall(wire.encode(job))
+            with contextlib.suppress(ConnectionError):  # refused already: the reports say why
+                mine.sendall(wire.encode(job))
             reports = [_received(mine) for _ in range(world_size)]
         except BaseException:  # Ctrl-C, say: hanging up is what ends the ranks
             mine.shutdown(socket.SHUT_WR)

@@ -36,10 +36,10 @@ def serve(control_fd: int, modules: Sequence[str] = ()) -> None:
             if not data:
                 break
             said = refusal if len(fds) == 3 else _too_few(fds)
-            if said is not None:
+            if said is not None and fds:
                 with contextlib.suppress(ConnectionError), socket.socket(fileno=fds.pop(0)) as caller:
                     caller.sendall(wire.encode(said))
-            elif os.fork() == 0:
+            elif said is None and os.fork() == 0:
                 control.close()
                 supervisor.main(*fds)  # does not return
             for fd in fds:

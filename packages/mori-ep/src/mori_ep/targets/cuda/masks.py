@@ -11,6 +11,10 @@ awaited: from then on nothing is sent to that rank or awaited from it. Two thing
     are masked: those who mask the same ranks are in step again without a word between them. That all have
     come so far, and what they call next, they have to agree on: only the caller knows.
 
+A packet's slot exists twice, by parity of the count, and the first count behind a mask is odd: whoever masks
+by hand does so behind a whole pair of calls, whose combine has ended all reading of the dispatch. Counts are
+32 bits: an op can mask 255 times.
+
 Taking ranks in again is for all ranks together, the masked ones too: they meet on the host and go on from the
 largest count. A captured graph keeps the ranks that took part when it was captured.
 """

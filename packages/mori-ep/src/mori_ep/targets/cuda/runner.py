@@ -171,6 +171,9 @@ class Runner:
     def dispatched_again(self) -> None:
         self._copied_in = False
 
+    def combined_again(self, launch: CombineLaunch) -> None:
+        self._copied_in = not launch.shape.registered
+
     def combine_send(self, launch: CombineLaunch, call: CombineCall) -> None:
         """With AsyncLL, the kernel's sending half."""
         self.combine(launch, call, SEND if self._in_halves else BOTH)
@@ -280,8 +283,9 @@ class Runner:
             self._begin_again()
 
     def take_all_in(self) -> None:
-        """All ranks together."""
+        """All ranks together, whatever calls of before have left."""
         self._masks.take_all_in()
+        self._faults.drop()
         self._begin_again()
 
     def _leave_out(self, ranks: Sequence[int]) -> None:

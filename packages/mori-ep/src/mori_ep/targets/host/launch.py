@@ -141,6 +141,8 @@ class Runner:
 
     def dispatched_again(self) -> None: ...
 
+    def combined_again(self, launch: CombineLaunch) -> None: ...
+
     def lend_combine_input(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         self._combiner.lend_input()
         return self.view("y", shape, dtype)

@@ -81,7 +81,7 @@ def report(record, what, a, b, c, d):
         tl.store(words(record) + 3, c)
         tl.store(words(record) + 4, d)
         tl.debug_barrier()
-        tl.store(words(record), what)
+        tl.atomic_xchg(words(record), tl.cast(what, tl.int64), sem="release", scope="sys")
 
 
 # ---- dispatch ----

@@ -267,6 +267,8 @@ class Runner:
 
     def dispatched_again(self) -> None: ...
 
+    def combined_again(self, launch: CombineLaunch) -> None: ...
+
     # ---- tables ----
 
     def routing(self) -> EpDispatchRoutingHandle:
@@ -343,7 +345,10 @@ class Runner:
         if not self._record[0]:
             return
         error = faults.error_of(self._record.tolist())
-        if isinstance(error, UnsupportedShape) and self._record.device.type == self._comm.device.type:
+        if (
+            isinstance(error, UnsupportedShape | ArgumentError)
+            and self._record.device.type == self._comm.device.type
+        ):
             self._record.zero_()  # found by all ranks in the same call: the op stays usable
         raise error
 

@@ -13,8 +13,7 @@
 // In files: tile.cuh (what is fixed, shared memory)   schedule.cuh (which item, arrivals)   loader.cuh   decode.cuh, mainloop.cuh,
 //           sums.cuh, swiglu.cuh, epilogue.cuh, consumer.cuh (what a consumer does)   params.cuh (from the host)   weights.py (the weights' order)
 // Where it stands: ran on one H200 on 1 December 2026 (tests/test_cuda_*.py with one rank, and with two that shared it;
-// compute-sanitizer's memcheck over test_cuda_gemm1.py found nothing), and was measured there (README.md). Rows that come in
-// slots have run on the CPU's emulation only.
+// compute-sanitizer's memcheck over test_cuda_gemm1.py found nothing), and was measured there (README.md).
 // With WAIT, this is the fused Stage1: the first `send.blocks` CTAs send this rank's rows (send.cuh), or pack them for copy
 // engines and move in what these bring (slots.cuh), then join.
 #include "consumer.cuh"
