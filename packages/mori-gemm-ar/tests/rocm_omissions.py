@@ -182,7 +182,7 @@ class KeptKernel(Kernel):
 def main(report, names):
     for module in (gemm_kernel, meet, pull, push, quantize, reduce):
         module.Kernel = KeptKernel
-    node = Node(WORLD_SIZE, timeout_s=2.0)
+    node = Node(WORLD_SIZE, timeout_s=5.0)
     for name in names:
         (mode, options), left_out = OMISSIONS[name]
         for factory in FACTORIES:
