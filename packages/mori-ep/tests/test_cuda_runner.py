@@ -93,3 +93,16 @@ def test_a_failed_wait_masks_the_dead_and_one_of_before_is_dropped(monkeypatch: 
     with pytest.raises(PeerTimeout, match="rank 2"):
         Runner._check(runner)
     assert Runner.masked(runner) == [False, True, False]
+
+
+def test_who_takes_all_in_again_drops_what_kernels_have_left_behind_the_last_of_them() -> None:
+    """The masks wait for the calls under way; what those leave is dropped, and only then is begun."""
+    did: list[str] = []
+    runner: Any = SimpleNamespace(
+        _masks=SimpleNamespace(take_all_in=lambda: did.append("met"), alive=7),
+        _faults=SimpleNamespace(drop=lambda: did.append("dropped"), forgive=lambda: did.append("forgiven")),
+        _launches=[SimpleNamespace(set_alive=lambda ranks: did.append(f"{ranks:03b}"))],
+    )
+    runner._begin_again = functools.partial(Runner._begin_again, runner)
+    Runner.take_all_in(runner)
+    assert did == ["met", "dropped", "forgiven", "111"]

@@ -225,6 +225,20 @@ def test_what_does_not_go_together_is_named_on_every_rank() -> None:
     mori_shmem.run_ranks(differences, 2, "host", timeout_s=120)
 
 
+def test_an_op_that_was_given_too_few_rows_goes_on() -> None:
+    def rank() -> list[str]:
+        with started("host") as comm, made(comm) as op:
+            given = brought(op, 1, (6, 6))
+            mine = given[comm.rank]
+            op.dispatch(mine.x, None, None, mine.ids)
+            with pytest.raises(ArgumentError, match="combined an input of 1 rows"):
+                op.combine(mine.x[:1], None, mine.ids)
+            comm.barrier()
+            return pair(op, given)
+
+    assert mori_shmem.run_ranks(rank, 2, timeout_s=60) == [[], []]
+
+
 def test_a_rank_that_does_not_come_is_named_within_the_deadline(tmp_path: Path) -> None:
     def rank() -> None:
         os.environ["TRITON_INTERPRET"] = "1"

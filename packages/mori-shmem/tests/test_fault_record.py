@@ -160,6 +160,22 @@ def publish_ours(kept: FaultRecord, code: int = words.CODE_PUBLISHED) -> None:
     kept.memory[:] = torch.tensor([code, 0, 1, 0x705, 3, 4, 5, 6], dtype=torch.int32)
 
 
+def test_what_an_op_left_may_be_dropped_before_anybody_has_seen_it_but_nothing_of_others() -> None:
+    kept, others = record(), list[str]()
+    faults = faults_of(kept, ["alive", "alive"], others)
+    publish_ours(kept)
+    faults.drop()
+    assert not faults.found()
+    publish_ours(kept)
+    with pytest.raises(PeerTimeout):
+        faults.check()
+    faults.drop()
+    assert not faults.found()
+    publish(kept)  # of another op, or of mori-shmem
+    faults.drop()
+    assert faults.found()
+
+
 def test_what_an_op_left_is_raised_in_every_call_until_it_is_forgiven() -> None:
     kept, others = record(), list[str]()
     faults = faults_of(kept, ["alive", "alive"], others)

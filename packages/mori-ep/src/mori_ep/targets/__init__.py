@@ -23,6 +23,7 @@ TARGETS = {
     "host": "mori_ep.targets.host",
     "cuda": "mori_ep.targets.cuda",
     "internode": "mori_ep.internode.target",
+    "triton": "mori_ep.targets.triton",
 }
 
 
@@ -174,8 +175,6 @@ def target_for(backend: str) -> ModuleType:
     why_not(config, dispatch_dtype, combine_dtype)   the reason against a configuration here, or None
     Runner(comm, window, layout, config, plan, values)   see above
     """
-    if backend == "triton":
-        return importlib.import_module("mori_ep.targets.triton")
     if backend not in TARGETS:
         raise TransportInert(
             f"backend {backend!r} is not part of this version of mori-ep; it has: {', '.join(TARGETS)}"

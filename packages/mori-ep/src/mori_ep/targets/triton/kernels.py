@@ -10,9 +10,9 @@ compiler may.
     tell_sign    what I bring to this combine, at every rank;   compare_signs  whether all go together
     sum_rows     a token's rows in the order of its slots, added in fp32, rounded once
 
-Addresses come as plain numbers: they may lie in a peer's memory, which Triton's interpreter, given tensors,
-would copy there and back. A map entry is rank * stride + row; `null` or more goes nowhere. What is wrong with
-a call goes to `record`, five words: what (0: nothing yet), and what it is about (faults.py).
+Addresses come as plain numbers (mori_shmem.device.triton_addresses). A map entry is rank * stride + row;
+`null` or more goes nowhere. What is wrong with a call goes to `record`, five words: what (0: nothing yet),
+and what it is about (faults.py).
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -20,43 +20,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from mori_shmem.device.triton_addresses import floats, halves, numbers, octets, words
 
 # ---- words and bits ----
-
-
-# Addresses come as integers. One that is small, as of an empty tensor, comes as 32 bits.
-
-
-@triton.jit
-def words(address):
-    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int64))
-
-
-@triton.jit
-def numbers(address):
-    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def octets(address):
-    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.uint8))
 
 
 @triton.jit
 def values_at(address, offsets, mask, BF16: tl.constexpr):
     """fp32 from bf16 or fp32."""
     if BF16:
-        bits = (
-            tl.load(
-                tl.cast(address, tl.int64).to(tl.pointer_type(tl.int16)) + offsets, mask=mask, other=0
-            ).to(tl.int32)
-            << 16
-        )
+        bits = tl.load(halves(address) + offsets, mask=mask, other=0).to(tl.int32) << 16
         values = bits.to(tl.float32, bitcast=True)
     else:
-        values = tl.load(
-            tl.cast(address, tl.int64).to(tl.pointer_type(tl.float32)) + offsets, mask=mask, other=0.0
-        )
+        values = tl.load(floats(address) + offsets, mask=mask, other=0.0)
     return values
 
 
@@ -67,9 +43,9 @@ def store_values(address, offsets, values, mask, BF16: tl.constexpr):
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(values != values, 0x7FC0, rounded).to(tl.int16)
-        tl.store(tl.cast(address, tl.int64).to(tl.pointer_type(tl.int16)) + offsets, rounded, mask=mask)
+        tl.store(halves(address) + offsets, rounded, mask=mask)
     else:
-        tl.store(tl.cast(address, tl.int64).to(tl.pointer_type(tl.float32)) + offsets, values, mask=mask)
+        tl.store(floats(address) + offsets, values, mask=mask)
 
 
 @triton.jit

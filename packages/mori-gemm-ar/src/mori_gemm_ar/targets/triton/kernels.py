@@ -5,9 +5,8 @@
     quantize   finished rows to e4m3 codes with one fp32 scale a row, amax / 448
     pull       one owner's finished rows into my output; codes are widened on the way
 
-Pointers come as plain addresses: they may lie in a peer's memory, which Triton's interpreter, given tensors,
-would copy there and back. Everything that is stored is bytes that we made ourselves: the interpreter
-truncates where a GPU rounds, and knows no NaN of e4m3.
+Pointers come as plain addresses (mori_shmem.device.triton_addresses). Everything that is stored is bytes that
+we made ourselves: the interpreter truncates where a GPU rounds, and knows no NaN of e4m3.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -15,32 +14,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from mori_shmem.device.triton_addresses import floats, halves, octets, words
 
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
-
-
-# ---- addresses ----
-# They come as integers: those below 2^31 as 32 bits, also to Triton's interpreter.
-
-
-@triton.jit
-def octets(address):
-    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.uint8))
-
-
-@triton.jit
-def halves(address):
-    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int16))
-
-
-@triton.jit
-def floats(address):
-    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
-def words(address):
-    return tl.cast(address, tl.int64).to(tl.pointer_type(tl.int64))
 
 
 # ---- formats ----
